@@ -1,0 +1,141 @@
+"""The layers that targets and draft heads are made of. Attribute names are those of Hugging Face checkpoints."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from eagle_jax.models.attention import attend
+from eagle_jax.models.config import ModelConfig
+from eagle_jax.models.matmul import matmul
+from eagle_jax.models.rope import rotate
+
+Rows = tuple[Float[Array, "B E K d"], Float[Array, "B E K d"]]  # keys and values of uncommitted tokens
+
+
+class Linear(nnx.Module):
+    """y = W x + b, the weight kept [out, in] as checkpoints have it."""
+
+    def __init__(
+        self, out_features: int, in_features: int, dtype: Any, axes: tuple[str | None, str | None], bias: bool = False
+    ):
+        self.weight = nnx.Param(jnp.zeros((out_features, in_features), dtype), logical_axes=axes)
+        self.bias = nnx.Param(jnp.zeros((out_features,), dtype), logical_axes=axes[:1]) if bias else None
+
+    def __call__(self, x: Float[Array, "*T I"]) -> Float[Array, "*T O"]:
+        y = matmul(x, self.weight[...])
+        return y if self.bias is None else y + self.bias[...]
+
+
+class RMSNorm(nnx.Module):
+    """Root-mean-square norm, computed in float32."""
+
+    def __init__(self, size: int, eps: float, dtype: Any, axis: str | None = "embed"):
+        self.weight = nnx.Param(jnp.zeros((size,), dtype), logical_axes=(axis,))
+        self.eps = eps
+
+    def __call__(self, x: Float[Array, "*T D"]) -> Float[Array, "*T D"]:
+        wide = x.astype(jnp.float32)
+        wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
+        return self.weight[...] * wide.astype(x.dtype)
+
+
+class Embedding(nnx.Module):
+    """Token embeddings [V, D]."""
+
+    def __init__(self, vocab_size: int, size: int, dtype: Any):
+        self.weight = nnx.Param(jnp.zeros((vocab_size, size), dtype), logical_axes=("vocab", "embed"))
+
+    def __call__(self, tokens: Int[Array, "*T"]) -> Float[Array, "*T D"]:
+        return jnp.take(self.weight[...], tokens, axis=0, mode="clip")
+
+
+class MLP(nnx.Module):
+    """Gated feed-forward: down(act(gate(x)) * up(x))."""
+
+    def __init__(self, config: ModelConfig, dtype: Any):
+        D, F, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        self.gate_proj = Linear(F, D, dtype, ("ffn", "embed"), bias)
+        self.up_proj = Linear(F, D, dtype, ("ffn", "embed"), bias)
+        self.down_proj = Linear(D, F, dtype, ("embed", "ffn"), bias)
+        self.activation = config.activation
+
+    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        return self.down_proj(activate(self.activation, self.gate_proj(x)) * self.up_proj(x))
+
+
+def activate(kind: str, x: Float[Array, "*T F"]) -> Float[Array, "*T F"]:
+    """The activation that a config names (`gelu` is the exact one)."""
+    if kind == "silu":
+        return jax.nn.silu(x)
+    if kind == "relu":
+        return jax.nn.relu(x)
+    return jax.nn.gelu(x, approximate=kind == "gelu_pytorch_tanh")
+
+
+class Attention(nnx.Module):
+    """Grouped-query attention over a committed cache and uncommitted rows; never writes the cache."""
+
+    def __init__(self, config: ModelConfig, dtype: Any, in_features: int | None = None):
+        D, H, K, d = config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim
+        I = in_features or D  # noqa: E741 (EAGLE-3's first layer reads 2D)
+        self.q_proj = Linear(H * d, I, dtype, ("heads", "embed"), config.qkv_bias)
+        self.k_proj = Linear(K * d, I, dtype, ("kv_heads", "embed"), config.qkv_bias)
+        self.v_proj = Linear(K * d, I, dtype, ("kv_heads", "embed"), config.qkv_bias)
+        self.o_proj = Linear(D, H * d, dtype, ("embed", "heads"), config.output_bias)
+        self.q_norm = RMSNorm(d, config.rms_norm_eps, dtype, None) if config.qk_norm else None
+        self.k_norm = RMSNorm(d, config.rms_norm_eps, dtype, None) if config.qk_norm else None
+        self.num_heads, self.num_kv_heads, self.head_dim = H, K, d
+
+    def __call__(
+        self,
+        x: Float[Array, "B T I"],
+        rotary: tuple[Float[Array, "B T h"], Float[Array, "B T h"]],
+        cache: tuple[Float[Array, "B K S d"], Float[Array, "B K S d"]],
+        lengths: Int[Array, " B"],
+        mask: Bool[Array, "B T E"],
+        positions: Int[Array, "B T"],
+        window: int | None = None,
+        earlier: Rows | None = None,
+    ) -> tuple[Float[Array, "B T D"], Rows]:
+        """Returns the layer's output and the keys and values of x.
+
+        Args:
+            earlier: uncommitted rows of earlier passes (a draft tree's upper levels), standing before x's own in
+                `mask`'s last axis.
+        """
+        B, T, _ = x.shape
+        q = self.q_proj(x).reshape(B, T, self.num_heads, self.head_dim)
+        k = self.k_proj(x).reshape(B, T, self.num_kv_heads, self.head_dim)
+        v = self.v_proj(x).reshape(B, T, self.num_kv_heads, self.head_dim)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = rotate(q, *rotary), rotate(k, *rotary)
+        keys, values = k, v
+        if earlier is not None:
+            keys, values = (jnp.concatenate([old, own], axis=1) for old, own in zip(earlier, (k, v), strict=True))
+        output = attend(
+            q, keys, values, mask, *cache, lengths, positions, window, None if earlier is not None else positions
+        )
+        return self.o_proj(output.reshape(B, T, -1)), (k, v)
+
+
+class DecoderLayer(nnx.Module):
+    """Pre-norm decoder layer: attention and MLP, each added to the residual stream."""
+
+    def __init__(self, config: ModelConfig, dtype: Any):
+        D, eps = config.hidden_size, config.rms_norm_eps
+        self.input_layernorm = RMSNorm(D, eps, dtype)
+        self.self_attn = Attention(config, dtype)
+        self.post_attention_layernorm = RMSNorm(D, eps, dtype)
+        self.mlp = MLP(config, dtype)
+
+    def __call__(self, x: Float[Array, "B T D"], *attention: Any) -> tuple[Float[Array, "B T D"], Rows]:
+        """Arguments after x are those of `Attention`."""
+        attended, rows = self.self_attn(self.input_layernorm(x), *attention)
+        x = x + attended
+        return x + self.mlp(self.post_attention_layernorm(x)), rows
