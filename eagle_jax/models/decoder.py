@@ -123,6 +123,5 @@ class Target:
 # Hugging Face's names are ours behind "model."; older checkpoints also store what rotary embeddings recompute.
 TARGET_NAMES: tuple[tuple[str, str | None], ...] = (
     (r".*\.rotary_emb\.inv_freq", None),
-    (r"model\.(.*)", r"\1"),
-    (r"(lm_head\..*)", r"\1"),
+    (r"(?:model\.)?(.*)", r"\1"),
 )

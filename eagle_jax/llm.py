@@ -1,0 +1,478 @@
+"""The library's front door: a target, perhaps a draft head, and requests.
+
+    llm = LLM("model", speculative_config={"model": "head", "method": "eagle3", "num_speculative_tokens": 3})
+    llm.generate(["Once upon a time"], SamplingParams(temperature=0))
+
+Requests run in fixed batches: every row is prefilled, and all go on until the last has ended.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+from eagle_jax.checkpoints.resolve import load_tokenizer, resolve_checkpoint
+from eagle_jax.config import ChainConfig, InferConfig, SpeculativeConfig, StaticConfig, TreeConfig, parse
+from eagle_jax.decoding.generate import Generator
+from eagle_jax.decoding.state import RUNNING, STOPPED, DecodeState
+from eagle_jax.decoding.step import DecodeParams, Decoding
+from eagle_jax.detokenizer import Detokenizer, decode
+from eagle_jax.draft_tree import DynamicTree, StaticTree, Tree, named_paths
+from eagle_jax.drafters.eagle_drafter import EagleDrafter
+from eagle_jax.drafters.no_draft import NoDraft
+from eagle_jax.drafters.protocol import Drafter
+from eagle_jax.errors import RequestError
+from eagle_jax.loading import LoadedTarget, load_head, load_target, read_target_config
+from eagle_jax.outputs import CompletionOutput, RequestOutput, StreamChunk
+from eagle_jax.parallel.mesh import MeshShape, check_mesh, make_mesh
+from eagle_jax.parallel.sharding import TARGET_RULES
+from eagle_jax.sampling import RowSampling
+from eagle_jax.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+Messages = Sequence[Mapping[str, str]]
+
+SMALLEST_CAPACITY = 256
+SMALLEST_CHUNK = 64
+STOP_TEXT_STEPS = 8  # steps between two looks at the text, where a stop text must be found
+STREAM_STEPS = 2
+
+
+@dataclass(frozen=True)
+class _Row:
+    """One answer to be generated."""
+
+    request: int
+    sample: int
+    token_ids: list[int]
+    params: SamplingParams
+
+
+class LLM:
+    """A target with its tokenizer, and the drafter that speeds it up.
+
+    Args:
+        model: a folder, a .gguf file, an Orbax folder, a hub id, or `package:<package>/<file>`.
+        speculative_config: keys of the config's `speculative` section; `num_speculative_tokens` is a chain. None: plain
+            decoding.
+        dtype: of weights, activations and caches: float32, bfloat16 or float16.
+        mesh: sizes of the axes `data`, `fsdp` and `tensor`; absent ones are 1.
+        max_model_len: longest prompt and answer together; None: the model's own limit.
+        batch_size: rows of every batch.
+        prefill_chunk: prompt tokens in one pass.
+        compilation_cache: a folder that keeps compiled programs between runs.
+        progress: show bars while loading.
+
+    Raises:
+        EagleError: a checkpoint, head, mesh or value that cannot be used; the message says what to do.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        speculative_config: Mapping[str, Any] | None = None,
+        dtype: str = "float32",
+        mesh: Mapping[str, int] | None = None,
+        max_model_len: int | None = None,
+        batch_size: int = 1,
+        prefill_chunk: int = 512,
+        compilation_cache: str | None = None,
+        progress: bool = False,
+    ):
+        config = parse(
+            InferConfig,
+            dict(
+                model=model,
+                dtype=dtype,
+                max_model_len=max_model_len,
+                speculative=None if speculative_config is None else dict(speculative_config),
+                mesh=dict(mesh or {}),
+                batch_size=batch_size,
+                prefill_chunk=prefill_chunk,
+                compilation_cache=compilation_cache,
+            ),
+        )
+        self._setup(config, progress)
+
+    @classmethod
+    def from_config(cls, config: InferConfig, *, progress: bool = False) -> LLM:
+        """An LLM from a loaded config file."""
+        llm = cls.__new__(cls)
+        llm._setup(config, progress)
+        return llm
+
+    def _setup(self, config: InferConfig, progress: bool) -> None:
+        if config.compilation_cache is not None:
+            jax.config.update("jax_compilation_cache_dir", config.compilation_cache)
+            jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+        path = resolve_checkpoint(config.model)
+        shape = MeshShape(**config.mesh.model_dump())
+        model = read_target_config(path)
+        check_mesh(shape, model, config.batch_size)
+        self.max_model_len = config.max_model_len or model.max_position_embeddings
+        if self.max_model_len > model.max_position_embeddings:
+            raise RequestError(
+                f"max_model_len {self.max_model_len} is beyond the model's context of {model.max_position_embeddings}"
+            )
+        self.batch_size = config.batch_size
+        self.prefill_chunk = config.prefill_chunk
+        self.mesh = make_mesh(shape)
+        self.tokenizer: PreTrainedTokenizerBase | None = load_tokenizer(path)
+        self.loaded: LoadedTarget = load_target(path, config.dtype, self.mesh)
+        self._generators: dict[int | None, Generator] = {}
+        if config.speculative is None:
+            self._use(NoDraft(), None)
+        else:
+            self._use(*self._load_drafter(config.speculative, shape))
+
+    def _load_drafter(self, spec: SpeculativeConfig, shape: MeshShape) -> tuple[Drafter, Any]:
+        tree = build_tree(spec.tree, spec.method)
+        head = load_head(
+            resolve_checkpoint(spec.model), self.loaded, spec.method, self.mesh, spec.taps, spec.head_overrides
+        )
+        check_mesh(replace(shape, fsdp=1), head.config.model, self.batch_size, "the head")
+        drafter = EagleDrafter(
+            head.functional, head.config, tree, spec.draft_sampling == "coupled", self.loaded.target.dtype
+        )
+        return drafter, head.params
+
+    def _use(self, drafter: Drafter, drafter_params: Any) -> None:
+        self.drafter = drafter
+        self.params = DecodeParams(self.loaded.params, drafter_params)
+        self._generators = {}
+
+    def baseline(self) -> LLM:
+        """The same target without speculation; the weights are shared."""
+        llm = object.__new__(LLM)
+        llm.__dict__.update(self.__dict__)
+        llm._use(NoDraft(), None)
+        return llm
+
+    # ---------------------------------------------------------------- requests
+
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[RequestOutput]:
+        """Answers prompts, in batches of `batch_size` rows.
+
+        Args:
+            prompts: texts, lists of token ids or `{"prompt_token_ids": […]}`.
+            params: one for all, or one for each.
+
+        Raises:
+            RequestError: an empty or too long prompt, or a token id out of range. Nothing has run then.
+        """
+        requests, rows = self._rows(prompts, params)
+        answers: list[list[CompletionOutput]] = [[] for _ in requests]
+        for start in range(0, len(rows), self.batch_size):
+            batch = rows[start : start + self.batch_size]
+            for row, output in zip(batch, self._answer(batch), strict=True):
+                answers[row.request].append(output)
+        return [
+            RequestOutput(text, token_ids, outputs)
+            for (text, token_ids), outputs in zip(requests, answers, strict=True)
+        ]
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Answers one conversation, or several, through the model's chat template."""
+        conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        prompts = [{"prompt_token_ids": self.apply_chat_template(c)} for c in conversations]  # type: ignore[arg-type]
+        return self.generate(prompts, params)
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[StreamChunk]:
+        """Answers one prompt, piece by piece as it comes."""
+        _, rows = self._rows([prompt], params)
+        if len(rows) != 1:
+            raise RequestError(f"a stream has one answer, n is {rows[0].params.n}")
+        yield from self._stream(rows[0])
+
+    def warm_up(
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> None:
+        """Compiles what `generate` would run for these requests, by one step of each of its batches."""
+        _, rows = self._rows(prompts, params)
+        for start in range(0, len(rows), self.batch_size):
+            batch = rows[start : start + self.batch_size]
+            generator, state, sampling, _ = self._start(batch)
+            jax.block_until_ready(generator.run(self.params, state, sampling, max_steps=1))
+
+    def apply_chat_template(self, messages: Messages) -> list[int]:
+        """Token ids of a conversation, up to where the answer begins.
+
+        Raises:
+            RequestError: the model has no tokenizer or no chat template.
+        """
+        if self.tokenizer is None or not self.tokenizer.chat_template:
+            raise RequestError("this model has no chat template; give a prompt as text or as token ids")
+        encoded = self.tokenizer.apply_chat_template(
+            [dict(m) for m in messages], add_generation_prompt=True, return_dict=True
+        )
+        return list(encoded["input_ids"])
+
+    def _rows(
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
+    ) -> tuple[list[tuple[str | None, list[int]]], list[_Row]]:
+        if isinstance(prompts, str | Mapping):
+            prompts = [prompts]
+        elif prompts and isinstance(prompts[0], int | np.integer):
+            prompts = [prompts]  # type: ignore[list-item]
+        if params is None or isinstance(params, SamplingParams):
+            params = [params or SamplingParams()] * len(prompts)
+        if len(params) != len(prompts):
+            raise RequestError(f"{len(prompts)} prompts and {len(params)} sampling parameters; give one or as many")
+        requests = [self._tokenize(prompt) for prompt in prompts]  # type: ignore[arg-type]
+        rows = [
+            _Row(i, sample, requests[i][1], own)
+            for i, own in enumerate(params)
+            for sample in range(own.n)
+        ]
+        return requests, rows
+
+    def _tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        text: str | None = None
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise RequestError("this model has no tokenizer; give prompts as token ids")
+            text, token_ids = prompt, list(self.tokenizer(prompt)["input_ids"])
+        elif isinstance(prompt, Mapping):
+            if "prompt_token_ids" not in prompt:
+                raise RequestError(f"a prompt has keys {sorted(prompt)}; expected prompt_token_ids")
+            token_ids = list(prompt["prompt_token_ids"])
+        else:
+            token_ids = list(prompt)
+        vocab_size = self.loaded.target.config.vocab_size
+        if not token_ids:
+            raise RequestError("the prompt is empty; give at least one token")
+        wrong = [t for t in token_ids if not isinstance(t, int | np.integer) or not 0 <= t < vocab_size]
+        if wrong:
+            raise RequestError(f"token id {wrong[0]!r} is outside the vocabulary 0 … {vocab_size - 1}")
+        if len(token_ids) >= self.max_model_len:
+            raise RequestError(
+                f"the prompt has {len(token_ids)} tokens; max_model_len {self.max_model_len} leaves no room for an answer"
+            )
+        return text, [int(t) for t in token_ids]
+
+    # ---------------------------------------------------------------- batches
+
+    def _start(self, rows: Sequence[_Row]) -> tuple[Generator, DecodeState, RowSampling, float]:
+        """Prefills a batch. Shapes come from few sizes, so that few programs are compiled."""
+        prompts = [row.token_ids for row in rows]
+        limits = [self._max_new_tokens(row) for row in rows]
+        longest = max(map(len, prompts))
+        chunk = min(_power_of_two(longest, SMALLEST_CHUNK), self.prefill_chunk)
+        need = max(len(p) + limit for p, limit in zip(prompts, limits, strict=True))
+        capacity = min(_power_of_two(need, SMALLEST_CAPACITY), self.max_model_len)
+        capacity = max(capacity, -(-longest // chunk) * chunk)  # whole chunks
+        capacity = -(-(capacity + self.drafter.max_depth + 1) // 16) * 16
+        history = np.zeros((self.batch_size, capacity), np.int32)
+        lengths = np.zeros((self.batch_size,), np.int32)
+        for i, prompt in enumerate(prompts):
+            history[i, : len(prompt)] = prompt
+            lengths[i] = len(prompt)
+        sampling = self._sampling(rows, limits)
+        generator = self._generator([row.params for row in rows])
+        begin = time.perf_counter()
+        state = generator.start(self.params, history, lengths, sampling, chunk)
+        jax.block_until_ready(state.lengths)
+        return generator, state, sampling, time.perf_counter() - begin
+
+    def _generator(self, params: Iterable[SamplingParams]) -> Generator:
+        asked = [p.logprobs for p in params if p.logprobs is not None]
+        count = _power_of_two(max(asked), 1) if any(asked) else (0 if asked else None)
+        if count is not None:
+            count = min(count, self.loaded.target.config.vocab_size)
+        if count not in self._generators:
+            spec = Decoding(self.loaded.target, self.drafter, count)
+            self._generators[count] = Generator(spec, self.mesh, TARGET_RULES, self.loaded.target.dtype)
+        return self._generators[count]
+
+    def _max_new_tokens(self, row: _Row) -> int:
+        return min(row.params.max_new_tokens, self.max_model_len - len(row.token_ids))
+
+    def _sampling(self, rows: Sequence[_Row], limits: Sequence[int]) -> RowSampling:
+        own = self.loaded.target.config.eos_token_ids
+        stops = [[*p.stop_token_ids, *(() if p.ignore_eos else own)] for p in (row.params for row in rows)]
+        width = _power_of_two(max(map(len, stops)), 4)
+        padding = self.batch_size - len(rows)
+
+        def column(values: Iterable[float], fill: float, dtype: Any) -> np.ndarray:
+            return np.asarray([*values, *[fill] * padding], dtype)
+
+        params = [row.params for row in rows]
+        return RowSampling(
+            temperature=column((p.temperature for p in params), 0.0, np.float32),
+            top_p=column((p.top_p for p in params), 1.0, np.float32),
+            top_k=column((p.top_k for p in params), 0, np.int32),
+            min_p=column((p.min_p for p in params), 0.0, np.float32),
+            repetition_penalty=column((p.repetition_penalty for p in params), 1.0, np.float32),
+            seed=column((p.seed for p in params), 0, np.uint32),
+            sample=column((row.sample for row in rows), 0, np.int32),
+            min_new_tokens=column((p.min_new_tokens for p in params), 0, np.int32),
+            max_new_tokens=column(limits, 1, np.int32),
+            stop_ids=np.asarray(
+                [ids + [-1] * (width - len(ids)) for ids in stops] + [[-1] * width] * padding, np.int32
+            ),
+        )  # type: ignore[arg-type]
+
+    def _answer(self, rows: Sequence[_Row]) -> list[CompletionOutput]:
+        generator, state, sampling, prefill_seconds = self._start(rows)
+        texts = [Detokenizer(self.tokenizer, row.params.stop, row.params.min_new_tokens) for row in rows]
+        begin = time.perf_counter()
+        if not any(row.params.stop for row in rows):
+            state = generator.run(self.params, state, sampling)
+            jax.block_until_ready(state.lengths)
+            decode_seconds = time.perf_counter() - begin
+            return [
+                self._output(row, _Read(state, i), None, prefill_seconds, decode_seconds) for i, row in enumerate(rows)
+            ]
+        pushed = [0] * len(rows)
+        cancelled = np.zeros(self.batch_size, bool)
+        while True:
+            finish = np.asarray(state.finish)
+            for i, text in enumerate(texts):
+                if text.stopped_by is None:
+                    new = _Read(state, i).token_ids[pushed[i] :]
+                    pushed[i] += text.push(new)
+                    cancelled[i] = text.stopped_by is not None
+            if not np.any((finish == RUNNING)[: len(rows)] & ~cancelled[: len(rows)]):
+                break
+            state = generator.run(self.params, state, sampling, STOP_TEXT_STEPS, cancelled)
+        decode_seconds = time.perf_counter() - begin
+        return [
+            self._output(row, _Read(state, i), texts[i], prefill_seconds, decode_seconds) for i, row in enumerate(rows)
+        ]
+
+    def _stream(self, row: _Row) -> Iterator[StreamChunk]:
+        generator, state, sampling, prefill_seconds = self._start([row])
+        text = Detokenizer(self.tokenizer, row.params.stop, row.params.min_new_tokens)
+        begin, pushed = time.perf_counter(), 0
+        while True:
+            read = _Read(state, 0)
+            new = read.token_ids[pushed:]
+            count = text.push(new)
+            finished = text.stopped_by is not None or read.finish != RUNNING
+            output = None
+            if finished:
+                decode_seconds = time.perf_counter() - begin
+                output = self._output(row, read, text, prefill_seconds, decode_seconds)
+                new_text = output.text[text._released :]
+            else:
+                new_text = text.release(False)
+            yield StreamChunk(
+                new_text, new[:count], read.accepted[pushed : pushed + count], finished, output
+            )
+            if finished:
+                return
+            pushed += count
+            state = generator.run(self.params, state, sampling, STREAM_STEPS)
+
+    def _output(
+        self, row: _Row, read: _Read, text: Detokenizer | None, prefill_seconds: float, decode_seconds: float
+    ) -> CompletionOutput:
+        ids, reason, stop_reason = read.token_ids, "length", None
+        accept_lengths = read.accept_lengths
+        if text is not None and text.stopped_by is not None:
+            ids, reason, stop_reason = ids[: len(text.token_ids)], "stop", text.stopped_by
+            answer = text.text
+            accept_lengths = _cut(accept_lengths, len(ids) - 1)
+        else:
+            answer_ids = ids
+            if read.finish == STOPPED:
+                reason = "stop"
+                own = self.loaded.target.config.eos_token_ids
+                stop_reason = None if ids[-1] in own and not row.params.ignore_eos else ids[-1]
+                answer_ids = ids[:-1]
+            answer = decode(self.tokenizer, answer_ids)
+        return CompletionOutput(
+            index=row.sample,
+            text=answer,
+            token_ids=ids,
+            finish_reason=reason,
+            stop_reason=stop_reason,
+            logprobs=None if row.params.logprobs is None else read.logprobs(len(ids), row.params.logprobs),
+            accept_lengths=accept_lengths,
+            accepted=read.accepted[: len(ids)],
+            prefill_seconds=prefill_seconds,
+            decode_seconds=decode_seconds,
+        )
+
+
+class _Read:
+    """One row of a finished or paused state, on the host."""
+
+    def __init__(self, state: DecodeState, row: int):
+        self.state, self.row = state, row
+        self.start = int(np.asarray(state.prompt_lengths)[row])
+        self.end = int(np.asarray(state.lengths)[row])
+        self.finish = int(np.asarray(state.finish)[row])
+
+    @property
+    def token_ids(self) -> list[int]:
+        return np.asarray(self.state.history)[self.row, self.start : self.end].tolist()
+
+    @property
+    def accepted(self) -> list[bool]:
+        return np.asarray(self.state.drafted)[self.row, self.start : self.end].tolist()
+
+    @property
+    def accept_lengths(self) -> list[int]:
+        steps = int(np.asarray(self.state.steps)[self.row])
+        return np.asarray(self.state.accept_lengths)[self.row, :steps].tolist()
+
+    def logprobs(self, count: int, alternatives: int) -> list[dict[int, float]]:
+        table = self.state.logprobs
+        assert table is not None
+        span = slice(self.start, self.start + count)
+        ids = np.asarray(self.state.history)[self.row, span]
+        chosen = np.asarray(table.chosen)[self.row, span]
+        top_ids = np.asarray(table.top_ids)[self.row, span, :alternatives]
+        top = np.asarray(table.top)[self.row, span, :alternatives]
+        return [
+            {int(ids[i]): float(chosen[i])} | {int(t): float(p) for t, p in zip(top_ids[i], top[i], strict=True)}
+            for i in range(count)
+        ]
+
+
+def build_tree(config: TreeConfig, method: str) -> Tree:
+    """The tree that a config describes; names of static trees resolve within the method.
+
+    Raises:
+        TreeError: it cannot be built.
+    """
+    if isinstance(config, ChainConfig):
+        return StaticTree.chain(config.num_tokens)
+    if isinstance(config, StaticConfig):
+        return named_paths(method, config.paths) if isinstance(config.paths, str) else StaticTree(config.paths)
+    return DynamicTree(config.total_tokens, config.depth, config.top_k)
+
+
+def _power_of_two(value: int, smallest: int) -> int:
+    """The least smallest · 2^i that is no less than `value`."""
+    size = smallest
+    while size < value:
+        size *= 2
+    return size
+
+
+def _cut(lengths: Sequence[int], total: int) -> list[int]:
+    """The steps' lengths, cut where they add up to `total`."""
+    kept: list[int] = []
+    for length in lengths:
+        if total <= 0:
+            break
+        kept.append(min(length, total))
+        total -= length
+    return kept
