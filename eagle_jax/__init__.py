@@ -1,7 +1,7 @@
 """eagle_jax: EAGLE speculative decoding in JAX. The same text, sooner.
 
-`LLM`, `SamplingParams` and the outputs are the Python interface; `python -m eagle_jax.infer --help` is the command.
-Names are imported on first use, so that a command can explain itself without loading JAX.
+`LLM`, `SamplingParams` and the outputs are the Python interface; `python -m eagle_jax.infer --help` is the
+command. Names are imported on first use, so that a command can explain itself without loading JAX.
 """
 
 from importlib import import_module

@@ -26,51 +26,59 @@ class Detokenizer:
     Args:
         tokenizer: None yields no text, and finds no stop texts.
         stop: texts that end the answer.
-        min_tokens: stop texts that lie within the text of this many first tokens do not count.
+        min_tokens: stop texts that are complete within this many first tokens do not count.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase | None, stop: Sequence[str] = (), min_tokens: int = 0):
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase | None, stop: Sequence[str] = (), min_tokens: int = 0
+    ):
         self.tokenizer, self.stop, self.min_tokens = tokenizer, tuple(stop), min_tokens
         self.token_ids: list[int] = []
         self.text = ""
         self.stopped_by: str | None = None
         self._prefixes = [0]  # tokens at which the text so far ended in a whole character
         self._whole = ""  # text of the tokens before the last of these
-        self._search_from = 0
+        self._searched = 0  # no stop text counts that ends before
         self._released = 0
 
     def push(self, token_ids: Sequence[int]) -> int:
         """Appends tokens until a stop text is complete.
 
         Returns:
-            How many of the tokens belong to the answer: all, or those up to the one that completes the stop text.
-            `text` then ends before the stop text, and `stopped_by` holds it.
+            How many of the tokens belong to the answer: all, or those up to the one that completes the stop
+            text. `text` then ends before the stop text, and `stopped_by` holds it.
         """
         for count, token in enumerate(token_ids, start=1):
             self.token_ids.append(token)
             self._decode()
             if len(self.token_ids) <= self.min_tokens:
-                self._search_from = len(self.text)
+                self._searched = self._whole_end()
                 continue
             found = [(at, s) for s in self.stop if (at := self.text.find(s, self._search_start(s))) >= 0]
             if found:
                 at, self.stopped_by = min(found)
                 self.text = self.text[:at]
                 return count
+            self._searched = self._whole_end()
         return len(token_ids)
 
-    def release(self, finished: bool) -> str:
-        """The text that is new and certain since the last call."""
-        end = len(self.text)
-        if not finished:
-            end -= len(self.text) - len(self.text.rstrip(REPLACEMENT))
+    def release(self, whole: str | None = None) -> str:
+        """The text that is new and certain since the last call; the rest of `whole`, the finished text."""
+        if whole is None:
+            end = self._whole_end()
             end -= max((self._overlap(s, end) for s in self.stop), default=0)
-        new = self.text[self._released : max(end, self._released)]
+            whole = self.text[:end]
+        new = whole[self._released :]
         self._released += len(new)
         return new
 
     def _search_start(self, stop: str) -> int:
-        return max(self._search_from, self._released - len(stop))
+        """Where a stop text that the last token completes can begin at the earliest."""
+        return max(0, self._searched - len(stop) + 1)
+
+    def _whole_end(self) -> int:
+        """Length of the text without a character that may be unfinished."""
+        return len(self.text.rstrip(REPLACEMENT))
 
     def _overlap(self, stop: str, end: int) -> int:
         """Length of the longest beginning of `stop` that the text ends in."""
@@ -79,7 +87,8 @@ class Detokenizer:
     def _decode(self) -> None:
         """Decodes the last few tokens only: from the last but one place where the text was whole.
 
-        Tokens cannot be decoded one by one, since a tokenizer may drop or add a space at the front of what it is given.
+        Tokens cannot be decoded one by one, since a tokenizer may drop or add a space at the front of what it
+        is given.
         """
         anchor = self._prefixes[-2] if len(self._prefixes) > 1 else 0
         known = decode(self.tokenizer, self.token_ids[anchor : self._prefixes[-1]])

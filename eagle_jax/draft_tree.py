@@ -1,7 +1,7 @@
 """What drafters make and decoding verifies: a tree of draft tokens, static in shape, dynamic in topology.
 
-Node 0 is the root: the last token that the target chose, not yet in its cache. A chain is a tree with one child a
-node; no speculation is the tree of one node.
+Node 0 is the root: the last token that the target chose, not yet in its cache. A chain is a tree with one
+child a node; no speculation is the tree of one node.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class TreeError(EagleError):
 
 @dataclass(frozen=True)
 class StaticTree:
-    """A fixed topology: each node is a path of ranks, [1, 0] being the best child of the root's second-best child.
+    """A fixed topology: a node is a path of ranks, [1, 0] the best child of the root's second-best child.
 
     Paths are kept sorted by length, then lexicographically; every prefix of a path must be a path too.
     """

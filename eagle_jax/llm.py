@@ -61,8 +61,8 @@ class LLM:
 
     Args:
         model: a folder, a .gguf file, an Orbax folder, a hub id, or `package:<package>/<file>`.
-        speculative_config: keys of the config's `speculative` section; `num_speculative_tokens` is a chain. None: plain
-            decoding.
+        speculative_config: keys of the config's `speculative` section; `num_speculative_tokens` is a chain.
+            None: plain decoding.
         dtype: of weights, activations and caches: float32, bfloat16 or float16.
         mesh: sizes of the axes `data`, `fsdp` and `tensor`; absent ones are 1.
         max_model_len: longest prompt and answer together; None: the model's own limit.
@@ -121,7 +121,8 @@ class LLM:
         self.max_model_len = config.max_model_len or model.max_position_embeddings
         if self.max_model_len > model.max_position_embeddings:
             raise RequestError(
-                f"max_model_len {self.max_model_len} is beyond the model's context of {model.max_position_embeddings}"
+                f"max_model_len {self.max_model_len} is beyond the model's context of "
+                f"{model.max_position_embeddings}"
             )
         self.batch_size = config.batch_size
         self.prefill_chunk = config.prefill_chunk
@@ -137,7 +138,12 @@ class LLM:
     def _load_drafter(self, spec: SpeculativeConfig, shape: MeshShape) -> tuple[Drafter, Any]:
         tree = build_tree(spec.tree, spec.method)
         head = load_head(
-            resolve_checkpoint(spec.model), self.loaded, spec.method, self.mesh, spec.taps, spec.head_overrides
+            resolve_checkpoint(spec.model),
+            self.loaded,
+            spec.method,
+            self.mesh,
+            spec.taps,
+            spec.head_overrides,
         )
         check_mesh(replace(shape, fsdp=1), head.config.model, self.batch_size, "the head")
         drafter = EagleDrafter(
@@ -160,7 +166,9 @@ class LLM:
     # ---------------------------------------------------------------- requests
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
         """Answers prompts, in batches of `batch_size` rows.
 
@@ -197,10 +205,12 @@ class LLM:
         _, rows = self._rows([prompt], params)
         if len(rows) != 1:
             raise RequestError(f"a stream has one answer, n is {rows[0].params.n}")
-        yield from self._stream(rows[0])
+        return self._stream(rows[0])
 
     def warm_up(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> None:
         """Compiles what `generate` would run for these requests, by one step of each of its batches."""
         _, rows = self._rows(prompts, params)
@@ -227,17 +237,19 @@ class LLM:
     ) -> tuple[list[tuple[str | None, list[int]]], list[_Row]]:
         if isinstance(prompts, str | Mapping):
             prompts = [prompts]
-        elif prompts and isinstance(prompts[0], int | np.integer):
-            prompts = [prompts]  # type: ignore[list-item]
+        elif len(prompts) and isinstance(prompts[0], int | np.integer):
+            prompts = [prompts]  # type: ignore[assignment]
         if params is None or isinstance(params, SamplingParams):
             params = [params or SamplingParams()] * len(prompts)
         if len(params) != len(prompts):
-            raise RequestError(f"{len(prompts)} prompts and {len(params)} sampling parameters; give one or as many")
+            raise RequestError(
+                f"{len(prompts)} prompts and {len(params)} sampling parameters; give one or as many"
+            )
+        if self.tokenizer is None and any(p.stop for p in params):
+            raise RequestError("this model has no tokenizer to find stop texts with; give stop_token_ids")
         requests = [self._tokenize(prompt) for prompt in prompts]  # type: ignore[arg-type]
         rows = [
-            _Row(i, sample, requests[i][1], own)
-            for i, own in enumerate(params)
-            for sample in range(own.n)
+            _Row(i, sample, requests[i][1], own) for i, own in enumerate(params) for sample in range(own.n)
         ]
         return requests, rows
 
@@ -251,8 +263,10 @@ class LLM:
             if "prompt_token_ids" not in prompt:
                 raise RequestError(f"a prompt has keys {sorted(prompt)}; expected prompt_token_ids")
             token_ids = list(prompt["prompt_token_ids"])
-        else:
+        elif isinstance(prompt, Sequence | np.ndarray):
             token_ids = list(prompt)
+        else:
+            raise RequestError(f"a prompt is a text or a list of token ids, got {prompt!r}")
         vocab_size = self.loaded.target.config.vocab_size
         if not token_ids:
             raise RequestError("the prompt is empty; give at least one token")
@@ -261,7 +275,8 @@ class LLM:
             raise RequestError(f"token id {wrong[0]!r} is outside the vocabulary 0 … {vocab_size - 1}")
         if len(token_ids) >= self.max_model_len:
             raise RequestError(
-                f"the prompt has {len(token_ids)} tokens; max_model_len {self.max_model_len} leaves no room for an answer"
+                f"the prompt has {len(token_ids)} tokens; max_model_len {self.max_model_len} leaves no room "
+                "for an answer"
             )
         return text, [int(t) for t in token_ids]
 
@@ -308,7 +323,7 @@ class LLM:
         width = _power_of_two(max(map(len, stops)), 4)
         padding = self.batch_size - len(rows)
 
-        def column(values: Iterable[float], fill: float, dtype: Any) -> np.ndarray:
+        def column(values: Iterable[float], fill: float, dtype: Any) -> Any:  # on the host; jit places it
             return np.asarray([*values, *[fill] * padding], dtype)
 
         params = [row.params for row in rows]
@@ -322,10 +337,10 @@ class LLM:
             sample=column((row.sample for row in rows), 0, np.int32),
             min_new_tokens=column((p.min_new_tokens for p in params), 0, np.int32),
             max_new_tokens=column(limits, 1, np.int32),
-            stop_ids=np.asarray(
+            stop_ids=np.asarray(  # type: ignore[arg-type]
                 [ids + [-1] * (width - len(ids)) for ids in stops] + [[-1] * width] * padding, np.int32
             ),
-        )  # type: ignore[arg-type]
+        )
 
     def _answer(self, rows: Sequence[_Row]) -> list[CompletionOutput]:
         generator, state, sampling, prefill_seconds = self._start(rows)
@@ -336,23 +351,24 @@ class LLM:
             jax.block_until_ready(state.lengths)
             decode_seconds = time.perf_counter() - begin
             return [
-                self._output(row, _Read(state, i), None, prefill_seconds, decode_seconds) for i, row in enumerate(rows)
+                self._output(row, _Read(state, i), None, prefill_seconds, decode_seconds)
+                for i, row in enumerate(rows)
             ]
         pushed = [0] * len(rows)
         cancelled = np.zeros(self.batch_size, bool)
         while True:
             finish = np.asarray(state.finish)
-            for i, text in enumerate(texts):
-                if text.stopped_by is None:
-                    new = _Read(state, i).token_ids[pushed[i] :]
-                    pushed[i] += text.push(new)
+            for i, (row, text) in enumerate(zip(rows, texts, strict=True)):
+                if row.params.stop and text.stopped_by is None:
+                    pushed[i] += text.push(_Read(state, i).text_ids[pushed[i] :])
                     cancelled[i] = text.stopped_by is not None
             if not np.any((finish == RUNNING)[: len(rows)] & ~cancelled[: len(rows)]):
                 break
             state = generator.run(self.params, state, sampling, STOP_TEXT_STEPS, cancelled)
         decode_seconds = time.perf_counter() - begin
         return [
-            self._output(row, _Read(state, i), texts[i], prefill_seconds, decode_seconds) for i, row in enumerate(rows)
+            self._output(row, _Read(state, i), texts[i], prefill_seconds, decode_seconds)
+            for i, row in enumerate(rows)
         ]
 
     def _stream(self, row: _Row) -> Iterator[StreamChunk]:
@@ -361,41 +377,39 @@ class LLM:
         begin, pushed = time.perf_counter(), 0
         while True:
             read = _Read(state, 0)
-            new = read.token_ids[pushed:]
-            count = text.push(new)
+            end = pushed + text.push(read.text_ids[pushed:])
+            if text.stopped_by is None:
+                end = len(read.token_ids)
             finished = text.stopped_by is not None or read.finish != RUNNING
             output = None
             if finished:
                 decode_seconds = time.perf_counter() - begin
                 output = self._output(row, read, text, prefill_seconds, decode_seconds)
-                new_text = output.text[text._released :]
+                new_text = text.release(output.text)
             else:
-                new_text = text.release(False)
-            yield StreamChunk(
-                new_text, new[:count], read.accepted[pushed : pushed + count], finished, output
-            )
+                new_text = text.release()
+            span = slice(pushed, end)
+            yield StreamChunk(new_text, read.token_ids[span], read.accepted[span], finished, output)
             if finished:
                 return
-            pushed += count
+            pushed = end
             state = generator.run(self.params, state, sampling, STREAM_STEPS)
 
     def _output(
         self, row: _Row, read: _Read, text: Detokenizer | None, prefill_seconds: float, decode_seconds: float
     ) -> CompletionOutput:
-        ids, reason, stop_reason = read.token_ids, "length", None
-        accept_lengths = read.accept_lengths
+        ids, reason, accept_lengths = read.token_ids, "length", read.accept_lengths
+        stop_reason: str | int | None = None
         if text is not None and text.stopped_by is not None:
             ids, reason, stop_reason = ids[: len(text.token_ids)], "stop", text.stopped_by
             answer = text.text
             accept_lengths = _cut(accept_lengths, len(ids) - 1)
         else:
-            answer_ids = ids
             if read.finish == STOPPED:
                 reason = "stop"
                 own = self.loaded.target.config.eos_token_ids
                 stop_reason = None if ids[-1] in own and not row.params.ignore_eos else ids[-1]
-                answer_ids = ids[:-1]
-            answer = decode(self.tokenizer, answer_ids)
+            answer = decode(self.tokenizer, read.text_ids)
         return CompletionOutput(
             index=row.sample,
             text=answer,
@@ -424,6 +438,11 @@ class _Read:
         return np.asarray(self.state.history)[self.row, self.start : self.end].tolist()
 
     @property
+    def text_ids(self) -> list[int]:
+        """The tokens that the text is made of: all but a final stop token."""
+        return self.token_ids[:-1] if self.finish == STOPPED else self.token_ids
+
+    @property
     def accepted(self) -> list[bool]:
         return np.asarray(self.state.drafted)[self.row, self.start : self.end].tolist()
 
@@ -441,7 +460,8 @@ class _Read:
         top_ids = np.asarray(table.top_ids)[self.row, span, :alternatives]
         top = np.asarray(table.top)[self.row, span, :alternatives]
         return [
-            {int(ids[i]): float(chosen[i])} | {int(t): float(p) for t, p in zip(top_ids[i], top[i], strict=True)}
+            {int(ids[i]): float(chosen[i])}
+            | {int(t): float(p) for t, p in zip(top_ids[i], top[i], strict=True)}
             for i in range(count)
         ]
 
@@ -455,7 +475,9 @@ def build_tree(config: TreeConfig, method: str) -> Tree:
     if isinstance(config, ChainConfig):
         return StaticTree.chain(config.num_tokens)
     if isinstance(config, StaticConfig):
-        return named_paths(method, config.paths) if isinstance(config.paths, str) else StaticTree(config.paths)
+        return (
+            named_paths(method, config.paths) if isinstance(config.paths, str) else StaticTree(config.paths)
+        )
     return DynamicTree(config.total_tokens, config.depth, config.top_k)
 
 

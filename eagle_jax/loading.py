@@ -1,4 +1,4 @@
-"""From a checkpoint's path to a runnable target or head: config, static half, and parameters on their devices."""
+"""From a checkpoint's path to a runnable target or head: config, static half, parameters on their devices."""
 
 from __future__ import annotations
 
@@ -131,7 +131,8 @@ def fill(
     """Reads parameters to where `rules` place them on `mesh`."""
     placed: Any = shardings({path: spec.axes for path, spec in specs.items()}, mesh, rules)
     abstract = {
-        path: jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=placed[path]) for path, spec in specs.items()
+        path: jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=placed[path])
+        for path, spec in specs.items()
     }
     if isinstance(source, OrbaxSource):
         return restore(source.path, abstract)

@@ -58,7 +58,8 @@ class StreamChunk:
     """A piece of a streamed answer.
 
     Attributes:
-        text: what is new; text that may turn out to begin a stop text or an unfinished character is held back.
+        text: what is new; text that may turn out to begin a stop text or an unfinished character is held
+            back.
         token_ids: the tokens that have come, which may be ahead of the text.
         accepted: for each of them, whether it was an accepted draft.
         finished: this is the last chunk.

@@ -1,7 +1,8 @@
-"""From logits to the target's own choice: penalties, truncation, and noise that depends on nothing but the request.
+"""From logits to the target's own choice: penalties, truncation, noise that depends on the request alone.
 
-A choice is argmax(log p + G): p the processed distribution, G Gumbel noise keyed by (seed, sample, index of the token in
-prompt + output). That is a draw from p, and it is the same draw whatever was speculated, in whatever batch or slot.
+A choice is argmax(log p + G): p the processed distribution, G Gumbel noise keyed by (seed, sample, index of
+the token in prompt + output). That is a draw from p, and it is the same draw whatever was speculated, in
+whatever batch or slot.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from eagle_jax.draft_tree import DraftTree
 
+SMALLEST_TEMPERATURE = 1e-5  # below it logits would overflow, and the choice is the best token anyway
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -22,7 +25,7 @@ class RowSampling:
     """Sampling parameters of every row of a batch.
 
     Attributes:
-        temperature: 0 is greedy.
+        temperature: 0, or too small to divide by, is greedy.
         top_p: 1 keeps everything.
         top_k: 0 keeps everything.
         min_p: 0 keeps everything.
@@ -46,7 +49,12 @@ class RowSampling:
     @property
     def greedy(self) -> Bool[Array, " B"]:
         """Rows that take the most probable token."""
-        return self.temperature <= 0.0
+        return self.temperature < SMALLEST_TEMPERATURE
+
+    @property
+    def truncates(self) -> Bool[Array, " B"]:
+        """Sampled rows that cut the distribution."""
+        return ~self.greedy & ((self.top_p < 1.0) | (self.top_k > 0) | (self.min_p > 0.0))
 
     @property
     def divisor(self) -> Float[Array, " B"]:
@@ -64,7 +72,9 @@ def gumbel_noise(
 
     def draw(_):
         def one(seed, sample, position):
-            key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), sample), position)
+            key = jax.random.fold_in(
+                jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), sample), position
+            )
             return jax.random.gumbel(key, (vocab_size,), jnp.float32)
 
         noise = jax.vmap(jax.vmap(one, in_axes=(None, None, 0)))(sampling.seed, sampling.sample, positions)
@@ -83,8 +93,9 @@ def process(
 ) -> Float[Array, "B N V"]:
     """The logits that the choice at every node is made from, as log-probabilities up to a constant.
 
-    In order: repetition penalty (a token counts as seen in the history or on the node's path, root and node included),
-    minimum length (no stop token before it), temperature, min-p, top-k, top-p. Greedy rows skip the last three.
+    In order: repetition penalty (a token counts as seen in the history or on the node's path, root and node
+    included), minimum length (no stop token before it), temperature, min-p, top-k, top-p. Greedy rows skip
+    the last three.
 
     Args:
         presence: tokens of prompt and output so far, the root included.
@@ -114,12 +125,18 @@ def process_draft(
     The penalty sees the history only, not the path. `token_ids` maps the draft vocabulary to the target's.
     """
 
-    def penalize(x):
+    def full(x):
         seen = presence if token_ids is None else jnp.take(presence, token_ids, axis=1)
-        return _penalize(x, sampling, jnp.broadcast_to(seen[:, None, :], x.shape))
+        x = _penalize(x, sampling, jnp.broadcast_to(seen[:, None, :], x.shape))
+        return _truncate(x / sampling.divisor[:, None, None], sampling)
 
-    logits = jax.lax.cond(jnp.any(sampling.repetition_penalty != 1.0), penalize, lambda x: x, logits)
-    return truncate(logits / sampling.divisor[:, None, None], sampling)
+    # One branch for all that is rarely asked for: this is compiled once for every level of a tree.
+    return jax.lax.cond(
+        jnp.any((sampling.repetition_penalty != 1.0) | sampling.truncates),
+        full,
+        lambda x: x / sampling.divisor[:, None, None],
+        logits,
+    )
 
 
 def _penalize(logits, sampling, seen):
@@ -144,17 +161,17 @@ def _ban(logits, stop_ids, where):
 def truncate(logits: Float[Array, "B N V"], sampling: RowSampling) -> Float[Array, "B N V"]:
     """Min-p, top-k and top-p on tempered logits: what falls out becomes −inf.
 
-    Instead of sorting the vocabulary, the cut is found by bisection over the bit patterns of the probabilities: 31
-    masked sums give the exact threshold. Tokens that tie with the last one kept are kept. Skipped when no row asks.
+    Instead of sorting the vocabulary, the cut is found by bisection over the bit patterns of the
+        probabilities: 31
+    masked sums give the exact threshold. Tokens that tie with the last one kept are kept. Skipped when no row
+    asks.
     """
-    asks = (sampling.top_p < 1.0) | (sampling.top_k > 0) | (sampling.min_p > 0.0)
-    asks = asks & ~sampling.greedy
-    return jax.lax.cond(
-        jnp.any(asks),
-        lambda x: jnp.where(asks[:, None, None] & ~_kept(x, sampling), -jnp.inf, x),
-        lambda x: x,
-        logits,
-    )
+    return jax.lax.cond(jnp.any(sampling.truncates), lambda x: _truncate(x, sampling), lambda x: x, logits)
+
+
+def _truncate(logits, sampling):
+    cut = sampling.truncates[:, None, None] & ~_kept(logits, sampling)
+    return jnp.where(cut, -jnp.inf, logits)
 
 
 def _kept(logits, sampling):
@@ -178,7 +195,7 @@ def _kept(logits, sampling):
 
 
 def _threshold(probabilities, enough):
-    """The largest t for which the tokens with probability >= t are enough (0 when not even all of them are)."""
+    """The largest t for which the tokens with probability >= t are enough (0: not even all of them are)."""
     bits = jax.lax.bitcast_convert_type(probabilities, jnp.int32)  # ordered like the probabilities, all >= 0
     low = jnp.zeros(probabilities.shape[:-1], jnp.int32)
     high = jnp.full(probabilities.shape[:-1], np.float32(1.0000001).view(np.int32), jnp.int32)

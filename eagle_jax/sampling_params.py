@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass
+from numbers import Integral, Real
 
 from eagle_jax.errors import RequestError
 
@@ -46,19 +47,17 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
-    max_tokens: int | None = field(default=None, repr=False)
-    min_tokens: int | None = field(default=None, repr=False)
+    max_tokens: InitVar[int | None] = None
+    min_tokens: InitVar[int | None] = None
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, max_tokens: int | None, min_tokens: int | None) -> None:
         def put(name: str, value: object) -> None:
             object.__setattr__(self, name, value)
 
-        if self.max_tokens is not None:
-            put("max_new_tokens", self.max_tokens)
-        if self.min_tokens is not None:
-            put("min_new_tokens", self.min_tokens)
-        put("max_tokens", self.max_new_tokens)
-        put("min_tokens", self.min_new_tokens)
+        if max_tokens is not None:
+            put("max_new_tokens", max_tokens)
+        if min_tokens is not None:
+            put("min_new_tokens", min_tokens)
         put("stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()))
         put("stop_token_ids", tuple(self.stop_token_ids or ()))
         if self.top_k == -1:
@@ -67,12 +66,17 @@ class SamplingParams:
 
     def _check(self) -> None:
         for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
-            if not math.isfinite(getattr(self, name)):
-                raise RequestError(f"{name} must be a finite number, got {getattr(self, name)}")
+            value = getattr(self, name)
+            if not _is_number(value) or not math.isfinite(value):
+                raise RequestError(f"{name} must be a finite number, got {value!r}")
+        for name in ("top_k", "max_new_tokens", "min_new_tokens", "seed", "n", "logprobs"):
+            value = getattr(self, name)
+            if not _is_integer(value) and not (name == "logprobs" and value is None):
+                raise RequestError(f"{name} must be a whole number, got {value!r}")
         bounds = {
             "temperature": (self.temperature >= 0, "at least 0"),
             "top_p": (0 < self.top_p <= 1, "above 0 and at most 1"),
-            "top_k": (self.top_k >= 0, "at least 0 (0 or -1 keeps all)"),
+            "top_k": (0 <= self.top_k < 2**31, "at least 0 (0 or -1 keeps all)"),
             "min_p": (0 <= self.min_p <= 1, "between 0 and 1"),
             "repetition_penalty": (self.repetition_penalty > 0, "above 0"),
             "max_new_tokens": (self.max_new_tokens >= 1, "at least 1"),
@@ -87,5 +91,17 @@ class SamplingParams:
         for name, (holds, allowed) in bounds.items():
             if not holds:
                 raise RequestError(f"{name} must be {allowed}, got {getattr(self, name)!r}")
+        if not all(isinstance(text, str) for text in self.stop):
+            raise RequestError(f"stop must be texts, got {self.stop!r}; token ids go to stop_token_ids")
+        if not all(_is_integer(token) and token >= 0 for token in self.stop_token_ids):
+            raise RequestError(f"stop_token_ids must be token ids, got {self.stop_token_ids!r}")
         if "" in self.stop:
             raise RequestError("stop holds an empty text, which would end every answer at once")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)

@@ -1,0 +1,1 @@
+"""KV caches behind one interface."""

@@ -1,7 +1,7 @@
 """A KV cache with one stretch of `capacity` rows for each sequence and layer.
 
-Kept [B, K, S, d], one buffer a layer: that is the order in which attention reads it, and separate donated buffers
-are updated in place, where one stacked array scanned over layers would be copied every step.
+Kept [B, K, S, d], one buffer a layer: that is the order in which attention reads it, and separate donated
+buffers are updated in place, where one stacked array scanned over layers would be copied every step.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class ContiguousCache:
     ) -> ContiguousCache:
         """Writes T rows of every layer at [start, start + T) of each sequence.
 
-        Rows past those that count are written too and must be covered by later writes, or lie past the length;
-        start + T must not exceed the capacity (XLA would shift the write over committed rows).
+        Rows past those that count are written too and must be covered by later writes, or lie past the
+        length; start + T must not exceed the capacity (XLA would shift the write over committed rows).
         """
         return ContiguousCache(
             tuple(_write(buffer, k, start) for buffer, (k, _) in zip(self.keys, rows, strict=True)),
@@ -66,6 +66,4 @@ def select_rows(
 ) -> list[tuple[Float[Array, "B T K d"], Float[Array, "B T K d"]]]:
     """The rows of tree nodes `index`, for every layer: the accepted path, ready to be committed."""
     gather = index[:, :, None, None]
-    return [
-        (jnp.take_along_axis(k, gather, axis=1), jnp.take_along_axis(v, gather, axis=1)) for k, v in rows
-    ]
+    return [(jnp.take_along_axis(k, gather, axis=1), jnp.take_along_axis(v, gather, axis=1)) for k, v in rows]

@@ -1,0 +1,1 @@
+"""Decoding: verification, the step and the loop around it."""

@@ -27,8 +27,8 @@ UNLIMITED = np.iinfo(np.int32).max
 class Generator:
     """The compiled functions of one decoding loop on one mesh.
 
-    What is compiled depends on shapes alone: rows of the batch, capacity, chunk size. After one call with each,
-    nothing compiles again.
+    What is compiled depends on shapes alone: rows of the batch, capacity, chunk size. After one call
+    with each, nothing compiles again.
 
     Args:
         spec: what to run.
@@ -41,7 +41,10 @@ class Generator:
         placed = shardings(_state_axes(spec), mesh, rules)
         self._init = jax.jit(partial(_init_state, spec, dtype), out_shardings=placed)
         self._prefill = jax.jit(
-            partial(prefill_chunk, spec), static_argnames="size", donate_argnames="state", out_shardings=placed
+            partial(prefill_chunk, spec),
+            static_argnames="size",
+            donate_argnames="state",
+            out_shardings=placed,
         )
         self._run = jax.jit(partial(_run, spec), donate_argnames="state", out_shardings=placed)
 
@@ -56,8 +59,8 @@ class Generator:
         """Prefills a batch and chooses every row's first token.
 
         Args:
-            history: [B, S] prompts, padded on the right to the capacity S. S must hold the longest prompt rounded up to
-                whole chunks, and the longest row plus the tree's depth + 1.
+            history: [B, S] prompts, padded on the right to the capacity S. S must hold the longest prompt
+                rounded up to whole chunks, and the longest row plus the tree's depth + 1.
             prompt_lengths: [B]; 0 marks an unused row of the batch.
             chunk: prompt tokens in one pass.
         """
@@ -77,7 +80,9 @@ class Generator:
         """Steps until every row has ended, or `max_steps` times. Rows in `cancelled` [B] end at once."""
         if cancelled is None:
             cancelled = np.zeros(state.history.shape[0], bool)
-        return self._run(params, state=state, sampling=sampling, max_steps=np.int32(max_steps), cancelled=cancelled)
+        return self._run(
+            params, state=state, sampling=sampling, max_steps=np.int32(max_steps), cancelled=cancelled
+        )
 
 
 def _init_state(

@@ -33,8 +33,8 @@ class DecodeState:
     Attributes:
         history: prompt and output; positions from `lengths` on are meaningless.
         prompt_lengths: tokens of the prompt.
-        lengths: known tokens. The last is the root of the next tree: chosen, but not yet in the target's cache, which
-            thus holds lengths − 1 rows.
+        lengths: known tokens. The last is the root of the next tree: chosen, but not yet in the target's
+            cache, which thus holds lengths − 1 rows.
         finish: why a row ended; RUNNING while it has not.
         steps: verification steps of each row while it ran.
         accept_lengths: tokens emitted by each of these steps, after all cuts.
@@ -105,7 +105,9 @@ def emit(
     rows = jnp.arange(tokens.shape[0])[:, None]
     drafted = jnp.broadcast_to(index + 1 < count[:, None], tokens.shape)
     if logprobs is not None and state.logprobs is not None:
-        written = jax.tree.map(lambda buffer, new: write_rows(buffer, new, state.lengths), state.logprobs, _as(logprobs))
+        written = jax.tree.map(
+            lambda buffer, new: write_rows(buffer, new, state.lengths), state.logprobs, _as(logprobs)
+        )
     else:
         written = state.logprobs
     return (

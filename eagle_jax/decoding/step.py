@@ -61,7 +61,7 @@ def step(spec: Decoding, params: DecodeParams, state: DecodeState, sampling: Row
 
     # Accept the path that follows the target's own choices; commit its rows and emit its tokens.
     accepted = follow_target(tree, choices, depth)
-    cache = state.cache.commit(select_rows(out.rows, accepted.path), start)
+    cache = state.cache.commit(select_rows(out.rows, accepted.path), _after(start, choices))
     logprobs = token_logprobs(spec.num_logprobs, logits, accepted.path, accepted.tokens)
     state, emitted = emit(state, accepted.tokens, accepted.count, active, sampling, logprobs)
 
@@ -75,6 +75,16 @@ def step(spec: Decoding, params: DecodeParams, state: DecodeState, sampling: Row
         cache=cache,
         drafter=drafter.absorb(params.drafter, drafter_state, seen),
     )
+
+
+def _after(start: Int[Array, " B"], choices: Int[Array, "B N"]) -> Int[Array, " B"]:
+    """`start`, known to XLA only once the choices are.
+
+    The cache may be written as soon as its new rows are known, which in plain decoding is before later layers
+    have read theirs; XLA then copies every buffer to be safe. Waiting for the choices makes all reads come
+    first.
+    """
+    return start + jnp.minimum(choices[:, 0], 0)  # choices are never negative
 
 
 def choose(
@@ -118,7 +128,7 @@ def prefill_chunk(
     start: Int[Array, ""],
     size: int,
 ) -> DecodeState:
-    """Takes in the prompts' tokens at [start, start + size); rows whose prompt ends there get their first token."""
+    """Takes in the prompts' tokens at [start, start + size); a row whose prompt ends there gets a token."""
     target, drafter = spec.target.bind(params.target), spec.drafter
     batch = state.history.shape[0]
     starts = jnp.full((batch,), start, jnp.int32)
@@ -141,6 +151,6 @@ def prefill_chunk(
     seen = Seen(state.history, starts, count, out.taps)
     return replace(
         state,
-        cache=state.cache.commit(out.rows, starts),
+        cache=state.cache.commit(out.rows, _after(starts, first)),
         drafter=drafter.absorb(params.drafter, state.drafter, seen),
     )

@@ -1,7 +1,8 @@
 """Which part of a draft tree is what the target would have said: one rule for every drafter.
 
-At every node the target has made its own choice; the path that follows these choices is accepted, and the choice at
-its end is the next token. What is emitted are the target's choices, so no draft can change the text.
+At every node the target has made its own choice; the path that follows these choices is accepted, and the
+choice at its end is the next token. What is emitted are the target's choices, so no draft can change the
+text.
 """
 
 from __future__ import annotations
@@ -43,13 +44,13 @@ def follow_target(tree: DraftTree, choices: Int[Array, "B N"], max_depth: int) -
     nodes = jnp.arange(tree.tokens.shape[1], dtype=jnp.int32)
 
     node = jnp.zeros(tree.tokens.shape[:1], jnp.int32)
-    path, count = [node], jnp.ones_like(node)
+    visited, count = [node], jnp.ones_like(node)
     for depth in range(1, max_depth + 1):
         child = matches & (tree.parents == node[:, None]) & (tree.depths == depth)
         found = jnp.any(child, axis=1)
         # Siblings are distinct, so at most one child matches.
         node = jnp.where(found, jnp.max(jnp.where(child, nodes, 0), axis=1), node)
-        path.append(node)
+        visited.append(node)
         count = count + found
-    path = jnp.stack(path, axis=1)
+    path = jnp.stack(visited, axis=1)
     return Accepted(path, count, jnp.take_along_axis(choices, path, axis=1))

@@ -1,0 +1,1 @@
+"""What proposes: one file a method, behind the protocol of `protocol`."""

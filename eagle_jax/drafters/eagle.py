@@ -1,7 +1,7 @@
 """The EAGLE-1 head (arXiv 2401.15077), which EAGLE-2 (arXiv 2406.16858) uses with a dynamic tree.
 
-Row p pairs the target's feature f_p (its hidden state after the final norm) with the embedding of the next token
-t_{p+1}, and predicts f_{p+1}. Logits are the target's own language-model head on the prediction.
+Row p pairs the target's feature f_p (its hidden state after the final norm) with the embedding of the next
+token t_{p+1}, and predicts f_{p+1}. Logits are the target's own language-model head on the prediction.
 """
 
 from __future__ import annotations
@@ -51,7 +51,11 @@ class EagleHead(nnx.Module):
         return taps
 
     def __call__(
-        self, embeddings: Float[Array, "B T D"], features: Float[Array, "B T D"], positions: Any, *attention: Any
+        self,
+        embeddings: Float[Array, "B T D"],
+        features: Float[Array, "B T D"],
+        positions: Any,
+        *attention: Any,
     ) -> tuple[Float[Array, "B T D"], Rows]:
         """Predicted features and the rows' keys and values."""
         if self.embedding_layernorm is not None and self.hidden_states_layernorm is not None:
@@ -61,6 +65,8 @@ class EagleHead(nnx.Module):
         angles = rotary(self.config.model.rope, self.config.model.head_dim, positions)
         return self.layers[0](x, angles, *attention)
 
-    def logits(self, hidden: Float[Array, "*T D"], output_weight: Float[Array, "V D"]) -> Float[Array, "*T V"]:
+    def logits(
+        self, hidden: Float[Array, "*T D"], output_weight: Float[Array, "V D"]
+    ) -> Float[Array, "*T V"]:
         """Next-token logits in the target's vocabulary, float32."""
         return matmul(hidden, output_weight, jnp.float32)

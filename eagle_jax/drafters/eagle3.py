@@ -1,8 +1,8 @@
 """The EAGLE-3 head (arXiv 2503.01840) and its EAGLE-3.1 form (arXiv 2605.09992).
 
-Row p pairs a fusion g_p of several hidden states of the target with the embedding of the next token t_{p+1}. The
-head's own output is fed back in g's place when it drafts on: raw in EAGLE-3, normed in EAGLE-3.1 (`norm_output`),
-which also norms each captured state before the fusion (`fc_norm`).
+Row p pairs a fusion g_p of several hidden states of the target with the embedding of the next token t_{p+1}.
+The head's own output is fed back in g's place when it drafts on: raw in EAGLE-3, normed in EAGLE-3.1
+(`norm_output`), which also norms each captured state before the fusion (`fc_norm`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from eagle_jax.models.rope import rotary
 
 
 class Eagle3Layer(nnx.Module):
-    """A decoder layer whose attention reads norm(embedding) ‖ norm(hidden), 2D wide; the residual is the hidden."""
+    """A layer whose attention reads norm(embedding) ‖ norm(hidden), 2D wide; the hidden is the residual."""
 
     def __init__(self, config: HeadConfig, dtype: Any):
         model = config.model
@@ -64,7 +64,9 @@ class Eagle3Head(nnx.Module):
         self.lm_head = Linear(config.draft_vocab_size, D, dtype, ("vocab", "embed"))
         mapped = config.draft_vocab_size != model.vocab_size or config.own_vocabulary_map
         self.d2t = (
-            nnx.Param(jnp.zeros((config.draft_vocab_size,), jnp.int32), logical_axes=(None,)) if mapped else None
+            nnx.Param(jnp.zeros((config.draft_vocab_size,), jnp.int32), logical_axes=(None,))
+            if mapped
+            else None
         )
 
     def fuse(self, taps: Float[Array, "B T M"]) -> Float[Array, "B T D"]:
@@ -77,7 +79,11 @@ class Eagle3Head(nnx.Module):
         return self.fc(taps)
 
     def __call__(
-        self, embeddings: Float[Array, "B T D"], hidden: Float[Array, "B T D"], positions: Any, *attention: Any
+        self,
+        embeddings: Float[Array, "B T D"],
+        hidden: Float[Array, "B T D"],
+        positions: Any,
+        *attention: Any,
     ) -> tuple[Float[Array, "B T D"], Rows]:
         """The state that is fed back (and that `logits` takes), and the rows' keys and values."""
         angles = rotary(self.config.model.rope, self.config.model.head_dim, positions)

@@ -1,7 +1,8 @@
-"""Drafting with an EAGLE head, whichever generation: what `fuse`, the layer and `logits` compute is the head's affair.
+"""Drafting with an EAGLE head of any generation: what `fuse`, layer and `logits` compute is its own affair.
 
-The head's KV cache keeps only rows built from the target's own features: row p from f_p and t_{p+1}. With n known
-tokens there are n − 1 of them, as many as the target's cache has. Rows of tree nodes live for one `propose`.
+The head's KV cache keeps only rows built from the target's own features: row p from f_p and t_{p+1}. With n
+known tokens there are n − 1 of them, as many as the target's cache has. Rows of tree nodes live for one
+`propose`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from eagle_jax.caches.contiguous import ContiguousCache
-from eagle_jax.sampling import process_draft
 from eagle_jax.draft_tree import DraftTree, Tree
 from eagle_jax.drafters.eagle import EagleHead
 from eagle_jax.drafters.eagle3 import Eagle3Head
@@ -22,6 +22,7 @@ from eagle_jax.drafters.growth import Children, grow
 from eagle_jax.drafters.head_config import HeadConfig
 from eagle_jax.drafters.protocol import Context, Seen
 from eagle_jax.models.functional import Functional, Params
+from eagle_jax.sampling import process_draft
 
 Head = EagleHead | Eagle3Head
 
@@ -117,7 +118,9 @@ class EagleDrafter:
             jnp.where((seen.count > 0)[:, None], last, state.hidden),
         )
 
-    def propose(self, params: EagleParams, state: EagleState, context: Context) -> tuple[EagleState, DraftTree]:
+    def propose(
+        self, params: EagleParams, state: EagleState, context: Context
+    ) -> tuple[EagleState, DraftTree]:
         """Grows the tree, one pass of the head a level."""
         if self.tree.max_depth == 0:
             return state, DraftTree.root_only(context.root)
@@ -155,8 +158,9 @@ class EagleDrafter:
     ) -> Children:
         """The best children of nodes at `depth`, by log-softmax(log q + G).
 
-        G is the noise that the target will choose with at these nodes, so the children are those that it is likely to
-        choose *given* that noise (coupled drafts: arXiv 2408.07978). In greedy rows G = 0 and this is log q.
+        G is the noise that the target will choose with at these nodes, so the children are those that it is
+        likely to choose *given* that noise (coupled drafts: arXiv 2408.07978). In greedy rows G = 0 and this
+        is log q.
         """
         token_ids = head.token_ids() if isinstance(head, Eagle3Head) else None
         logits = process_draft(

@@ -21,13 +21,14 @@ Children = tuple[Float[Array, "B F C"], Int[Array, "B F C"]]  # log-scores, best
 class Expand(Protocol):
     """Runs the head on the nodes of one level.
 
-    A call with level i is the i-th; its mask's last axis spans the rows of all calls so far, its own at the end.
-    Returns the head's new hidden states and the best children of every row.
+    A call with level i is the i-th; its mask's last axis spans the rows of all calls so far, its own at the
+    end. Returns the head's new hidden states and the best children of every row.
     """
 
     def __call__(
         self, level: int, tokens: Int[Array, "B F"], hidden: Float[Array, "B F D"], mask: Bool[Array, "B F E"]
-    ) -> tuple[Float[Array, "B F D"], Children]: ...
+    ) -> tuple[Float[Array, "B F D"], Children]:
+        """New hidden states and children of the nodes `tokens`, whose parents came out with `hidden`."""
 
 
 def grow(
@@ -53,7 +54,8 @@ def _grow_static(tree: StaticTree, root, hidden, first, expand: Callable) -> Dra
 
     node_token: dict[int, jax.Array] = {0: root}
     node_score: dict[int, jax.Array] = {}
-    # Rows run so far (non-root nodes with children, level by level) and the hidden state that each came out with.
+    # Rows run so far (non-root nodes with children, level by level) and the hidden state that each came out
+    # with.
     rows: list[int] = []
     inputs = {0: hidden}
 
@@ -135,7 +137,9 @@ def _grow_dynamic(tree: DynamicTree, root, hidden, first, expand: Callable) -> D
     all_scores = jnp.concatenate(pool_scores, axis=1)
     _, kept = jax.lax.top_k(all_scores, tree.total_tokens - 1)
     kept = jnp.sort(kept, axis=1)
-    pool_depths = np.concatenate([np.full(k, 1), np.repeat(np.arange(2, tree.depth + 2), k * k)]).astype(np.int32)
+    pool_depths = np.concatenate([np.full(k, 1), np.repeat(np.arange(2, tree.depth + 2), k * k)]).astype(
+        np.int32
+    )
     parent = jnp.take_along_axis(jnp.concatenate(pool_parents, axis=1), kept, axis=1)
     # A parent scores no less than its child and stands earlier in the pool, so it has been kept too.
     parents = jax.vmap(jnp.searchsorted)(kept, parent).astype(jnp.int32) + 1

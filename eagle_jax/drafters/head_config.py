@@ -93,7 +93,8 @@ def read_head_config(
     flat = _flatten(config)
     shapes = {"vocab_size": target.vocab_size} | flat | {"model_type": _layer_family(flat)}
     shapes.setdefault("num_hidden_layers", 1)
-    # A head's own flag says which biases it has, whatever its family's default: old heads copied the target's config.
+    # A head's own flag says which biases it has, whatever its family's default: old heads copied the target's
+    # config.
     qkv_bias = "layers.0.self_attn.q_proj.bias" in tensor_names
     model = replace(
         ModelConfig.from_hf(shapes).with_layers(1),
@@ -113,12 +114,15 @@ def read_head_config(
         problems.append(f"it reads states {target_hidden_size} wide, the target's are {target.hidden_size}")
     if model.hidden_size != target.hidden_size and not own_embeddings:
         problems.append(
-            f"it is {model.hidden_size} wide, the target {target.hidden_size}, and it brings no embeddings of its own"
+            f"it is {model.hidden_size} wide, the target {target.hidden_size}, "
+            "and it brings no embeddings of its own"
         )
     if method == "eagle" and model.hidden_size != target.hidden_size:
         problems.append("an EAGLE-1 head must be as wide as its target, whose lm_head it uses")
     if draft_vocab_size > target.vocab_size:
-        problems.append(f"its draft vocabulary {draft_vocab_size} is larger than the target's {target.vocab_size}")
+        problems.append(
+            f"its draft vocabulary {draft_vocab_size} is larger than the target's {target.vocab_size}"
+        )
     if problems:
         raise HeadError(f"this head belongs to another target: {'; '.join(problems)}")
 
@@ -133,10 +137,14 @@ def read_head_config(
     )
     if method == "eagle":
         if taps not in (None, (FINAL_HIDDEN,)):
-            raise HeadError(f"taps {list(taps or ())} given, but an EAGLE-1 head reads the final hidden state only")
+            raise HeadError(
+                f"taps {list(taps or ())} given, but an EAGLE-1 head reads the final hidden state only"
+            )
         return replace(common, input_norms="embedding_layernorm.weight" in tensor_names)
-    switches = {
-        "fc_norm": bool(flat.get("fc_norm") or flat.get("use_aux_norm") or "fc_norm.0.weight" in tensor_names),
+    switches: dict[str, Any] = {
+        "fc_norm": bool(
+            flat.get("fc_norm") or flat.get("use_aux_norm") or "fc_norm.0.weight" in tensor_names
+        ),
         "norm_output": bool(flat.get("norm_output", False)),
         "norm_before_fc": bool(flat.get("norm_before_fc", False)),
         "norm_before_residual": bool(
@@ -168,8 +176,8 @@ def resolve_taps(config: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
     if not given:
         if len(set(default)) < 3 or min(default) < 0:
             raise HeadError(
-                f"the default taps {list(default)} of a target of {num_layers} layers are not three distinct states; "
-                "set speculative.taps"
+                f"the default taps {list(default)} of a target of {num_layers} layers are not three distinct "
+                "states; set speculative.taps"
             )
         return default
     ids = tuple(int(i) for i in given)
@@ -184,7 +192,11 @@ def resolve_taps(config: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
 def _flatten(config: Mapping[str, Any]) -> dict[str, Any]:
     """Speculators nest the layer's shapes; eagle_config nests switches. Outer keys win."""
     layer = config.get("transformer_layer_config") or {}
-    return {**(config.get("eagle_config") or {}), **layer, **{k: v for k, v in config.items() if v is not None}}
+    return {
+        **(config.get("eagle_config") or {}),
+        **layer,
+        **{k: v for k, v in config.items() if v is not None},
+    }
 
 
 def _layer_family(flat: Mapping[str, Any]) -> str:
@@ -203,6 +215,6 @@ def _refuse_other_kinds(config: Mapping[str, Any], names: frozenset[str], method
         raise HeadError(f"{architectures} has no fc.weight: this is no EAGLE head")
     if is_eagle3 != (method == "eagle3"):
         raise HeadError(
-            f"the checkpoint is an {'EAGLE-3' if is_eagle3 else 'EAGLE-1'} head, but the method is {method!r}; "
-            f"use {'eagle3' if is_eagle3 else 'eagle'}"
+            f"the checkpoint is an {'EAGLE-3' if is_eagle3 else 'EAGLE-1'} head, but the method is "
+            f"{method!r}; use {'eagle3' if is_eagle3 else 'eagle'}"
         )

@@ -1,4 +1,4 @@
-"""Plain decoding as a drafter: the tree of one node. The baseline is then the same loop, step and verification."""
+"""Plain decoding as a drafter: the tree of one node. The baseline is thus the same loop and step."""
 
 from __future__ import annotations
 

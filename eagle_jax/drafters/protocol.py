@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from eagle_jax.sampling import RowSampling
 from eagle_jax.draft_tree import DraftTree
+from eagle_jax.sampling import RowSampling
 
 State = Any  # a drafter's own pytree
 
@@ -24,11 +24,12 @@ class Seen:
     """What the target has just computed and kept: a prefill chunk or the accepted path of a tree.
 
     Attributes:
-        history: all known tokens of each sequence; those at positions (start, start + count] follow the kept rows.
+        history: all known tokens of each sequence; those at positions (start, start + count] follow the kept
+            rows.
         start: position of the first kept row.
         count: kept rows of each sequence (0: none, as in a chunk past the end of a shorter prompt).
-        taps: the hidden states that the drafter asked for, at positions start … start + T − 1; rows past `count` are
-            meaningless.
+        taps: the hidden states that the drafter asked for, at positions start … start + T − 1; rows past
+            `count` are meaningless.
         choices: the target's choice at every node of the tree just verified; None after a prefill chunk.
         tree: that tree; None after a prefill chunk.
     """
@@ -67,7 +68,7 @@ class Context:
 
 
 class Drafter(Protocol):
-    """A drafting method bound to its static choices (head, tree). Hashable: jitted functions close over it."""
+    """A method bound to its static choices (head, tree). Hashable, for jitted functions to close over."""
 
     @property
     def taps(self) -> tuple[int, ...]:

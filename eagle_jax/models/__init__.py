@@ -1,0 +1,1 @@
+"""The decoder-only target, its layers and attention."""

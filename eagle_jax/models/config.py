@@ -50,9 +50,9 @@ class RopeConfig:
             )
         theta = nested.get("rope_theta", config.get("rope_theta")) or 10000.0
         names = (
-            "factor low_freq_factor high_freq_factor beta_fast beta_slow attention_factor "
-            "mscale mscale_all_dim truncate"
-        ).split()
+            *("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"),
+            *("attention_factor", "mscale", "mscale_all_dim", "truncate"),
+        )
         given = {name: nested[name] for name in names if nested.get(name) is not None}
         max_positions = config.get("max_position_embeddings")
         original = nested.get("original_max_position_embeddings") or max_positions
@@ -133,7 +133,9 @@ class ModelConfig:
         """
         family = config.get("model_type", "llama")
         if family not in FAMILIES:
-            raise ModelConfigError(f"model_type {family!r} is not supported; supported: {', '.join(FAMILIES)}")
+            raise ModelConfigError(
+                f"model_type {family!r} is not supported; supported: {', '.join(FAMILIES)}"
+            )
         missing = [k for k in REQUIRED if not config.get(k)]
         if missing:
             raise ModelConfigError(f"the model's config lacks {', '.join(missing)}")
@@ -171,14 +173,13 @@ def token_ids(value: int | list[int] | None) -> tuple[int, ...]:
     return tuple(value) if isinstance(value, list | tuple) else (value,)
 
 
-def _windows(config: Mapping[str, Any], active: bool) -> tuple[int | None, ...]:
+def _windows(config: Mapping[str, Any]) -> tuple[int | None, ...]:
+    """Qwen's: in the layers that `layer_types` names, else in those from `max_window_layers` on."""
     num_layers = config["num_hidden_layers"]
-    window = config.get("sliding_window") if active else None
-    if window is None:
-        return (None,) * num_layers
+    window = config.get("sliding_window", 4096) if config.get("use_sliding_window") else None
     kinds = config.get("layer_types")
     if kinds is None:
-        first = config.get("max_window_layers", 0)
+        first = config.get("max_window_layers", 28)
         kinds = ["sliding_attention" if i >= first else "full_attention" for i in range(num_layers)]
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
@@ -193,11 +194,12 @@ def _llama(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _mistral(config: Mapping[str, Any]) -> dict[str, Any]:
-    return dict(windows=_windows(config | {"max_window_layers": 0}, active=True))
+    # An absent key means a window, as in transformers; later models of the family say null.
+    return dict(windows=(config.get("sliding_window", 4096),) * config["num_hidden_layers"])
 
 
 def _qwen2(config: Mapping[str, Any]) -> dict[str, Any]:
-    return dict(qkv_bias=True, windows=_windows(config, bool(config.get("use_sliding_window"))))
+    return dict(qkv_bias=True, windows=_windows(config))
 
 
 def _qwen3(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -207,7 +209,7 @@ def _qwen3(config: Mapping[str, Any]) -> dict[str, Any]:
         qkv_bias=bias,
         output_bias=bias,
         qk_norm=True,
-        windows=_windows(config, bool(config.get("use_sliding_window"))),
+        windows=_windows(config),
     )
 
 

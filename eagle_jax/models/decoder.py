@@ -1,7 +1,7 @@
 """The target: one decoder-only transformer for every family in `models.config`, read from its config.
 
-It reads a cache and never writes it: a pass returns the keys and values of its own tokens, and whoever knows which of
-them are kept (all of a prefill chunk, the accepted path of a tree) commits those.
+It reads a cache and never writes it: a pass returns the keys and values of its own tokens, and whoever knows
+which of them are kept (all of a prefill chunk, the accepted path of a tree) commits those.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ class TargetOutput:
 
     Attributes:
         hidden: after the final norm; `Decoder.logits` turns rows of it into logits.
-        taps: the hidden states that the drafter asked for, concatenated in its order; width 0 when it asked for none.
+        taps: the hidden states that the drafter asked for, concatenated in its order; width 0 when it asked
+            for none.
         rows: for each layer the keys and values of the T tokens.
     """
 
@@ -68,9 +69,10 @@ class Decoder(nnx.Module):
         """Runs T tokens after the `lengths` committed ones.
 
         Args:
-            mask: which of the T tokens each of them sees (itself included): causal for a chunk, ancestors for a tree.
-            taps: hidden states to return, in boundary numbering: i is the residual stream before layer i, L the one
-                after the last layer, `FINAL_HIDDEN` the normed one.
+            mask: which of the T tokens each of them sees (itself included): causal for a chunk, ancestors for
+                a tree.
+            taps: hidden states to return, in boundary numbering: i is the residual stream before layer i, L
+                the one after the last layer, `FINAL_HIDDEN` the normed one.
             prompt_lengths: see `rope.rotary`; for rope type `dynamic` only.
         """
         config = self.config
@@ -120,7 +122,8 @@ class Target:
         return self.functional.bind(params)
 
 
-# Hugging Face's names are ours behind "model."; older checkpoints also store what rotary embeddings recompute.
+# Hugging Face's names are ours behind "model."; older checkpoints also store what rotary embeddings
+# recompute.
 TARGET_NAMES: tuple[tuple[str, str | None], ...] = (
     (r".*\.rotary_emb\.inv_freq", None),
     (r"(?:model\.)?(.*)", r"\1"),

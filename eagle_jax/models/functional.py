@@ -1,7 +1,8 @@
 """Modules define, plain JAX runs: a module class becomes a static graph and a flat dict of parameters.
 
-Parameters are one flat dict, `{"layers.0.mlp.up_proj.weight": array}`: jitted functions take it as an argument,
-checkpoints are read into it by name, and the rules of `eagle_jax.parallel` place it by each entry's logical axes.
+Parameters are one flat dict, `{"layers.0.mlp.up_proj.weight": array}`: jitted functions take it as an
+argument, checkpoints are read into it by name, and the rules of `eagle_jax.parallel` place it by each entry's
+logical axes.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class ParameterSpec:
 
 @dataclass(frozen=True)
 class Functional(Generic[Module]):
-    """The static half of a module. Hashable by identity of its structure, so jitted functions may close over it."""
+    """The static half of a module. Hashable by identity, so jitted functions may close over it."""
 
     graphdef: nnx.GraphDef
     variables: tuple[tuple[tuple[Any, ...], nnx.Variable], ...]

@@ -1,4 +1,4 @@
-"""The layers that targets and draft heads are made of. Attribute names are those of Hugging Face checkpoints."""
+"""The layers of targets and draft heads. Attribute names are those of Hugging Face checkpoints."""
 
 from __future__ import annotations
 
@@ -21,12 +21,18 @@ class Linear(nnx.Module):
     """y = W x + b, the weight kept [out, in] as checkpoints have it."""
 
     def __init__(
-        self, out_features: int, in_features: int, dtype: Any, axes: tuple[str | None, str | None], bias: bool = False
+        self,
+        out_features: int,
+        in_features: int,
+        dtype: Any,
+        axes: tuple[str | None, str | None],
+        bias: bool = False,
     ):
         self.weight = nnx.Param(jnp.zeros((out_features, in_features), dtype), logical_axes=axes)
         self.bias = nnx.Param(jnp.zeros((out_features,), dtype), logical_axes=axes[:1]) if bias else None
 
     def __call__(self, x: Float[Array, "*T I"]) -> Float[Array, "*T O"]:
+        """The product with the weight, plus the bias if there is one."""
         y = matmul(x, self.weight[...])
         return y if self.bias is None else y + self.bias[...]
 
@@ -39,6 +45,7 @@ class RMSNorm(nnx.Module):
         self.eps = eps
 
     def __call__(self, x: Float[Array, "*T D"]) -> Float[Array, "*T D"]:
+        """x over its root mean square, times the weight."""
         wide = x.astype(jnp.float32)
         wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
         return self.weight[...] * wide.astype(x.dtype)
@@ -51,6 +58,7 @@ class Embedding(nnx.Module):
         self.weight = nnx.Param(jnp.zeros((vocab_size, size), dtype), logical_axes=("vocab", "embed"))
 
     def __call__(self, tokens: Int[Array, "*T"]) -> Float[Array, "*T D"]:
+        """The tokens' rows."""
         return jnp.take(self.weight[...], tokens, axis=0, mode="clip")
 
 
@@ -65,6 +73,7 @@ class MLP(nnx.Module):
         self.activation = config.activation
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        """Each token on its own."""
         return self.down_proj(activate(self.activation, self.gate_proj(x)) * self.up_proj(x))
 
 
@@ -105,8 +114,8 @@ class Attention(nnx.Module):
         """Returns the layer's output and the keys and values of x.
 
         Args:
-            earlier: uncommitted rows of earlier passes (a draft tree's upper levels), standing before x's own in
-                `mask`'s last axis.
+            earlier: uncommitted rows of earlier passes (a draft tree's upper levels), standing before x's own
+                in `mask`'s last axis.
         """
         B, T, _ = x.shape
         q = self.q_proj(x).reshape(B, T, self.num_heads, self.head_dim)
@@ -117,9 +126,19 @@ class Attention(nnx.Module):
         q, k = rotate(q, *rotary), rotate(k, *rotary)
         keys, values = k, v
         if earlier is not None:
-            keys, values = (jnp.concatenate([old, own], axis=1) for old, own in zip(earlier, (k, v), strict=True))
+            keys, values = (
+                jnp.concatenate([old, own], axis=1) for old, own in zip(earlier, (k, v), strict=True)
+            )
         output = attend(
-            q, keys, values, mask, *cache, lengths, positions, window, None if earlier is not None else positions
+            q,
+            keys,
+            values,
+            mask,
+            *cache,
+            lengths,
+            positions,
+            window,
+            None if earlier is not None else positions,
         )
         return self.o_proj(output.reshape(B, T, -1)), (k, v)
 

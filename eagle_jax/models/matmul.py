@@ -15,7 +15,5 @@ def matmul(
     The weight stands first in the product: with few rows, XLA on CPU then streams it once, in its own layout.
     """
     flat = x.reshape(-1, x.shape[-1])
-    product = jax.lax.dot_general(
-        weight, flat, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
-    )
+    product = jax.lax.dot_general(weight, flat, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
     return product.T.astype(dtype or x.dtype).reshape(*x.shape[:-1], weight.shape[0])

@@ -67,9 +67,10 @@ def rotary(
 
     Args:
         positions: absolute positions.
-        prompt_lengths: for `dynamic` only. Its frequencies depend on how long the sequence is; here a token sees
-            the length max(own position + 1, its row's prompt length). That is what transformers computes in a prefill
-            followed by single steps, and it depends neither on chunks nor on what else is verified in the same pass.
+        prompt_lengths: for `dynamic` only. Its frequencies depend on how long the sequence is; here a token
+            sees the length max(own position + 1, its row's prompt length). That is what transformers computes
+            in a prefill followed by single steps, and it depends neither on chunks nor on what else is
+            verified in the same pass.
     """
     frequencies = jnp.asarray(inverse_frequencies(rope, head_dim))[None, None, :]
     if rope.kind == "dynamic":

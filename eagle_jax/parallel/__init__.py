@@ -1,0 +1,1 @@
+"""Meshes, and the tables that place arrays on them."""

@@ -58,10 +58,14 @@ def check_mesh(shape: MeshShape, model: ModelConfig, batch_size: int, name: str 
         if size % getattr(shape, axis)
     ]
     if not problems and batch_size % (shape.data * shape.fsdp):
-        problems.append(f"data x fsdp = {shape.data * shape.fsdp} does not divide the batch size {batch_size}")
+        problems.append(
+            f"data x fsdp = {shape.data * shape.fsdp} does not divide the batch size {batch_size}"
+        )
     if problems:
         nearest = _nearest(shape, split, batch_size)
-        raise MeshError(f"mesh {shape} is not possible: {'; '.join(problems)}. The nearest legal mesh is {nearest}")
+        raise MeshError(
+            f"mesh {shape} is not possible: {'; '.join(problems)}. The nearest legal mesh is {nearest}"
+        )
 
 
 def _nearest(shape: MeshShape, split: dict[str, dict[str, int]], batch_size: int) -> MeshShape:

@@ -1,7 +1,7 @@
 """Where arrays live: logical axes of every array, and one table that maps them to the mesh.
 
-Modules and states name what a dimension *is* ("heads", "vocab", "batch"); only this file knows which axis of the
-mesh it is split over. Another layout is another table, not another model.
+Modules and states name what a dimension *is* ("heads", "vocab", "batch"); only this file knows which axis of
+the mesh it is split over. Another layout is another table, not another model.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 Rules = Mapping[str, str | tuple[str, ...] | None]
 
-# Tensor parallelism splits heads, ffn and vocabulary, so that a layer needs one all-reduce after attention and one
-# after the MLP; fsdp splits the other dimension of each weight, which is gathered where it is used.
+# Tensor parallelism splits heads, ffn and vocabulary, so that a layer needs one all-reduce after attention
+# and one after the MLP; fsdp splits the other dimension of each weight, which is gathered where it is used.
 TARGET_RULES: Rules = {
     "batch": ("data", "fsdp"),
     "vocab": "tensor",
@@ -34,10 +34,8 @@ def partition_spec(axes: tuple[str | None, ...], rules: Rules) -> PartitionSpec:
 
 
 def shardings(axes: Any, mesh: Mesh, rules: Rules) -> Any:
-    """A pytree of shardings from a pytree whose leaves are tuples of logical axes (`()` is an empty pytree)."""
-    return jax.tree.map(
-        lambda leaf: NamedSharding(mesh, partition_spec(leaf, rules)), axes, is_leaf=_is_axes
-    )
+    """A pytree of shardings from a pytree whose leaves are tuples of logical axes (`()`: an empty pytree)."""
+    return jax.tree.map(lambda leaf: NamedSharding(mesh, partition_spec(leaf, rules)), axes, is_leaf=_is_axes)
 
 
 def _is_axes(value: Any) -> bool:

@@ -52,7 +52,9 @@ def attend(
     maximum = jnp.maximum(jnp.max(scores, axis=-1), prefix_lse)
     weights = jnp.exp(scores - maximum[..., None])
     prefix_weight = jnp.exp(prefix_lse - maximum)
-    new = jnp.einsum("BKRE,BEKd->BKRd", weights.astype(values.dtype), values, preferred_element_type=jnp.float32)
+    new = jnp.einsum(
+        "BKRE,BEKd->BKRd", weights.astype(values.dtype), values, preferred_element_type=jnp.float32
+    )
     total = jnp.sum(weights, axis=-1) + prefix_weight
     output = (new + prefix * prefix_weight[..., None]) / total[..., None]
     output = output.astype(q.dtype).reshape(B, K, G, T, d)

@@ -24,8 +24,9 @@ def prefix_xla(
         first_visible: under a sliding window, the first cache row that each query sees.
 
     Returns:
-        The softmax-weighted values (float32, zeros where nothing is visible) and the log-sum-exp of the scores (−inf
-        there). A long cache is read block by block, only as far as the longest sequence of the batch goes.
+        The softmax-weighted values (float32, zeros where nothing is visible) and the log-sum-exp of the
+        scores (−inf there). A long cache is read block by block, only as far as the longest sequence of the
+        batch goes.
     """
     capacity = keys.shape[2]
     if capacity <= 2 * BLOCK:
