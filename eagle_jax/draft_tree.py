@@ -98,6 +98,11 @@ class StaticTree:
         """How many children of one node a drafter must rank."""
         return max((rank + 1 for path in self.paths for rank in path), default=0)
 
+    @property
+    def is_chain(self) -> bool:
+        """One child a node, always the best."""
+        return bool(self.paths) and all(set(path) == {0} for path in self.paths)
+
     @cached_property
     def parents(self) -> tuple[int, ...]:
         """Parent of every node, root first."""

@@ -5,6 +5,7 @@ The host starts a batch and reads its result; streaming runs the same loop a few
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -18,6 +19,7 @@ from jaxtyping import Array, Bool, Int
 from eagle_jax.caches.contiguous import ContiguousCache
 from eagle_jax.decoding.state import CANCELLED, RUNNING, DecodeState, Logprobs
 from eagle_jax.decoding.step import DecodeParams, Decoding, prefill_chunk, step
+from eagle_jax.models.matmul import products_for
 from eagle_jax.parallel.sharding import Rules, shardings
 from eagle_jax.sampling import RowSampling
 
@@ -41,12 +43,12 @@ class Generator:
         placed = shardings(_state_axes(spec), mesh, rules)
         self._init = jax.jit(partial(_init_state, spec, dtype), out_shardings=placed)
         self._prefill = jax.jit(
-            partial(prefill_chunk, spec),
+            partial(_for_mesh, mesh, prefill_chunk, spec),
             static_argnames="size",
             donate_argnames="state",
             out_shardings=placed,
         )
-        self._run = jax.jit(partial(_run, spec), donate_argnames="state", out_shardings=placed)
+        self._run = jax.jit(partial(_for_mesh, mesh, _run, spec), donate_argnames="state", out_shardings=placed)
 
     def start(
         self,
@@ -83,6 +85,11 @@ class Generator:
         return self._run(
             params, state=state, sampling=sampling, max_steps=np.int32(max_steps), cancelled=cancelled
         )
+
+
+def _for_mesh(mesh: Mesh, function: Callable[..., DecodeState], *args: Any, **kwargs: Any) -> DecodeState:
+    with products_for(mesh):
+        return function(*args, **kwargs)
 
 
 def _init_state(

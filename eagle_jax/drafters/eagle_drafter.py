@@ -18,7 +18,7 @@ from eagle_jax.caches.contiguous import ContiguousCache
 from eagle_jax.draft_tree import DraftTree, Tree
 from eagle_jax.drafters.eagle import EagleHead
 from eagle_jax.drafters.eagle3 import Eagle3Head
-from eagle_jax.drafters.growth import Children, grow
+from eagle_jax.drafters.growth import Children, grow, rows_run
 from eagle_jax.drafters.head_config import HeadConfig
 from eagle_jax.drafters.protocol import Context, Seen
 from eagle_jax.models.functional import Functional, Params
@@ -126,11 +126,13 @@ class EagleDrafter:
             return state, DraftTree.root_only(context.root)
         head = self.head.bind(params.head)
         stable = context.lengths - 1
-        earlier: list[tuple[jax.Array, jax.Array]] = []
+        B, model = stable.shape[0], self.config.model
+        room = jnp.zeros((B, rows_run(self.tree), model.num_kv_heads, model.head_dim), self.dtype)
 
-        def expand(level, tokens, hidden, mask):
+        def expand(memory, level, first_row, tokens, hidden, seen):
+            F = tokens.shape[1]
             positions = jnp.broadcast_to((stable + level)[:, None], tokens.shape)
-            past = tuple(jnp.concatenate(x, axis=1) for x in zip(*earlier, strict=True)) if earlier else None
+            mask = jnp.concatenate([seen, jnp.broadcast_to(jnp.eye(F, dtype=bool), (B, F, F))], axis=2)
             out, rows = head(
                 self._embed(head, params, tokens),
                 hidden,
@@ -140,13 +142,16 @@ class EagleDrafter:
                 mask,
                 positions,
                 None,
-                past,
+                memory,
             )
-            earlier.append(rows)
-            return out, self._rank(head, params, out, context, depth=level + 1)
+            memory = tuple(
+                jax.lax.dynamic_update_slice_in_dim(buffer, new.astype(buffer.dtype), first_row, axis=1)
+                for buffer, new in zip(memory, rows, strict=True)
+            )
+            return memory, out, self._rank(head, params, out, context, depth=level + 1)
 
         first = self._rank(head, params, state.hidden[:, None], context, depth=0)
-        return state, grow(self.tree, context.root, state.hidden, first, expand)
+        return state, grow(self.tree, context.root, state.hidden, first, (room, room), expand)
 
     def _embed(self, head: Head, params: EagleParams, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
         if head.embed_tokens is not None:
@@ -154,7 +159,7 @@ class EagleDrafter:
         return jnp.take(params.embeddings, tokens, axis=0, mode="clip")
 
     def _rank(
-        self, head: Head, params: EagleParams, hidden: Float[Array, "B F D"], context: Context, depth: int
+        self, head: Head, params: EagleParams, hidden: Float[Array, "B F D"], context: Context, depth: Any
     ) -> Children:
         """The best children of nodes at `depth`, by log-softmax(log q + G).
 
@@ -167,7 +172,7 @@ class EagleDrafter:
             head.logits(hidden, params.output_weight), token_ids, context.presence, context.sampling
         )
         if self.coupled:
-            noise = context.noise[:, depth]
+            noise = jax.lax.dynamic_index_in_dim(context.noise, depth, axis=1, keepdims=False)
             logits = logits + (noise if token_ids is None else jnp.take(noise, token_ids, axis=1))[:, None, :]
         best, ids = jax.lax.top_k(logits, self.tree.max_rank)
         scores = best - jax.nn.logsumexp(logits, axis=-1, keepdims=True)

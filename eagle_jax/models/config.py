@@ -177,6 +177,8 @@ def _windows(config: Mapping[str, Any]) -> tuple[int | None, ...]:
     """Qwen's: in the layers that `layer_types` names, else in those from `max_window_layers` on."""
     num_layers = config["num_hidden_layers"]
     window = config.get("sliding_window", 4096) if config.get("use_sliding_window") else None
+    if window is None:
+        return (None,) * num_layers
     kinds = config.get("layer_types")
     if kinds is None:
         first = config.get("max_window_layers", 28)

@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from eagle_jax.models.attention import attend
 from eagle_jax.models.config import ModelConfig
-from eagle_jax.models.matmul import matmul
+from eagle_jax.models.matmul import matmul, matmul_many
 from eagle_jax.models.rope import rotate
 
 Rows = tuple[Float[Array, "B E K d"], Float[Array, "B E K d"]]  # keys and values of uncommitted tokens
@@ -35,6 +35,14 @@ class Linear(nnx.Module):
         """The product with the weight, plus the bias if there is one."""
         y = matmul(x, self.weight[...])
         return y if self.bias is None else y + self.bias[...]
+
+
+def project(x: Float[Array, "*T I"], *layers: Linear) -> list[Float[Array, "*T O"]]:
+    """Several linear layers on one input."""
+    products = matmul_many(x, [layer.weight[...] for layer in layers])
+    return [
+        y if layer.bias is None else y + layer.bias[...] for layer, y in zip(layers, products, strict=True)
+    ]
 
 
 class RMSNorm(nnx.Module):
@@ -74,7 +82,8 @@ class MLP(nnx.Module):
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """Each token on its own."""
-        return self.down_proj(activate(self.activation, self.gate_proj(x)) * self.up_proj(x))
+        gate, up = project(x, self.gate_proj, self.up_proj)
+        return self.down_proj(activate(self.activation, gate) * up)
 
 
 def activate(kind: str, x: Float[Array, "*T F"]) -> Float[Array, "*T F"]:
@@ -118,9 +127,10 @@ class Attention(nnx.Module):
                 in `mask`'s last axis.
         """
         B, T, _ = x.shape
-        q = self.q_proj(x).reshape(B, T, self.num_heads, self.head_dim)
-        k = self.k_proj(x).reshape(B, T, self.num_kv_heads, self.head_dim)
-        v = self.v_proj(x).reshape(B, T, self.num_kv_heads, self.head_dim)
+        q, k, v = project(x, self.q_proj, self.k_proj, self.v_proj)
+        q = q.reshape(B, T, self.num_heads, self.head_dim)
+        k = k.reshape(B, T, self.num_kv_heads, self.head_dim)
+        v = v.reshape(B, T, self.num_kv_heads, self.head_dim)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotate(q, *rotary), rotate(k, *rotary)
