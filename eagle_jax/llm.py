@@ -118,11 +118,11 @@ class LLM:
         shape = MeshShape(**config.mesh.model_dump())
         model = read_target_config(path)
         check_mesh(shape, model, config.batch_size)
-        self.max_model_len = config.max_model_len or model.max_position_embeddings
-        if self.max_model_len > model.max_position_embeddings:
+        self.max_model_len = config.max_model_len or model.context_length
+        if self.max_model_len > model.context_length:
             raise RequestError(
                 f"max_model_len {self.max_model_len} is beyond the model's context of "
-                f"{model.max_position_embeddings}"
+                f"{model.context_length}"
             )
         self.batch_size = config.batch_size
         self.prefill_chunk = config.prefill_chunk

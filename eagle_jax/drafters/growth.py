@@ -168,12 +168,14 @@ def _grow_dynamic(tree: DynamicTree, root, hidden, first, memory, expand: Expand
         jnp.zeros((B, k, len(memory_rows)), bool),  # rows of memory that each frontier node descends from
         jnp.broadcast_to(jnp.arange(k, dtype=jnp.int32), (B, k)),  # its index in the pool
     )
-    _, grown = jax.lax.scan(run_level, start, jnp.arange(tree.depth, dtype=jnp.int32))
-    at_root = (scores, tokens, jnp.full((B, k), -1, jnp.int32))  # −1 is the root
-    pool_scores, pool_tokens, pool_parents = (
-        jnp.concatenate([top, jnp.moveaxis(levels, 0, 1).reshape(B, tree.depth * k * k)], axis=1)
-        for top, levels in zip(at_root, grown, strict=True)
-    )
+    pool = (scores, tokens, jnp.full((B, k), -1, jnp.int32))  # −1 is the root
+    if tree.depth:  # a scan over no levels would still trace one
+        _, grown = jax.lax.scan(run_level, start, jnp.arange(tree.depth, dtype=jnp.int32))
+        pool = tuple(
+            jnp.concatenate([top, jnp.moveaxis(levels, 0, 1).reshape(B, tree.depth * k * k)], axis=1)
+            for top, levels in zip(pool, grown, strict=True)
+        )
+    pool_scores, pool_tokens, pool_parents = pool
 
     _, kept = jax.lax.top_k(pool_scores, tree.total_tokens - 1)
     kept = jnp.sort(kept, axis=1)

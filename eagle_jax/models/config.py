@@ -158,6 +158,17 @@ class ModelConfig:
         )
         return cls(**(common | FAMILIES[family](config)))
 
+    @property
+    def context_length(self) -> int:
+        """Longest sequence that the model is made for; extended rotary embeddings reach past their table."""
+        rope = self.rope
+        if rope.kind == "dynamic":
+            return int(self.max_position_embeddings * rope.factor)
+        if rope.kind == "yarn":
+            extended = int((rope.original_max_position_embeddings or 0) * rope.factor)
+            return max(self.max_position_embeddings, extended)
+        return self.max_position_embeddings
+
     def with_layers(self, num_layers: int) -> ModelConfig:
         """The same model with another depth (a head is a decoder of one layer, without a window)."""
         return replace(self, num_layers=num_layers, windows=(None,) * num_layers)
