@@ -2,10 +2,10 @@
 
     python benchmarks/speculation.py --config infer-smollm2-eagle3.1 --prompts mt_bench.jsonl [key=value …]
 
-Prints the plain step t1, the verification pass t_N, the draft (propose and absorb), each jitted alone at the shapes of the
-loop; the step as the loop runs it; the share of the step that none of them explains; τ and the speed-up over plain
-decoding of the same prompts, beside the ceiling τ·t1 / (t_N + draft). With --other-dtype plain decoding in that dtype
-runs too, and the speed-up is over the faster of the two.
+Prints the plain step t1, the verification pass t_N and the draft (propose and absorb), each jitted alone at the
+shapes of the loop; the step as the loop runs it; the share of the step that none of them explains; τ and the
+speed-up over plain decoding of the same prompts, beside the ceiling τ·t1 / (t_N + draft). With --other-dtype plain
+decoding in that dtype runs too, and the speed-up is over the faster of the two.
 """
 
 from __future__ import annotations
@@ -100,7 +100,9 @@ def medians(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the comparison."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--config", default="infer-smollm2-eagle3.1")
     parser.add_argument("--prompts", type=Path, required=True, help="JSONL with turns or prompt rows")
     parser.add_argument("--count", type=int, default=20, help="prompts")
@@ -120,7 +122,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     prompts = [{"prompt_token_ids": llm.apply_chat_template(m)} for m in messages]
 
     parts = medians(
-        {name: call for name, call in pieces(llm, prompts[0], params).items()}
+        pieces(llm, prompts[0], params)
         | {"plain step": pieces(contenders["plain"], prompts[0], params)["verify"]},
         args.rounds,
     )
@@ -145,7 +147,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     known = parts["propose"] + parts["verify"] + parts["absorb"]
     per_token = {name: sum(seconds[name]) / tokens[name] * 1e3 for name in contenders}
     best_plain = min(value for name, value in per_token.items() if name != "speculative")
-    print(f"{len(prompts)} prompts, {config.dtype}, tree of {llm.drafter.num_nodes} nodes, T = {params.temperature}")
+    print(
+        f"{len(prompts)} prompts, {config.dtype}, tree of {llm.drafter.num_nodes} nodes, T = {params.temperature}"
+    )
     for name, value in parts.items():
         print(f"  {name:<12} {value:8.2f} ms")
     print(f"  step in loop {step:8.2f} ms; not explained by its parts: {1 - known / step:.1%}")

@@ -46,6 +46,7 @@ __all__ = [
     "installed_configs",
     "load_config",
     "parse",
+    "resolve_model",
 ]
 
 
@@ -329,12 +330,12 @@ def find_config(name_or_path: str | os.PathLike[str], task: str = "infer") -> Pa
     )
 
 
-def _resolve_model(value: str, key: str, config_file: Path) -> str:
+def resolve_model(value: str, key: str, folder: Path) -> str:
     """Turn a relative path into the place where it is; leave hub ids and `package:` names as they are."""
     if value.startswith("package:"):
         return value
     expanded = os.path.expanduser(value)
-    roots = [Path.cwd(), config_file.resolve().parent, data_root()]
+    roots = [Path.cwd(), folder, data_root()]
     for root in roots:
         if (root / expanded).exists():  # an absolute path stands for itself
             return str((root / expanded).absolute())
@@ -450,8 +451,8 @@ def load_config(name_or_path: str | os.PathLike[str], overrides: Sequence[str] =
         return "" if touched else f"{path}: "
 
     config = parse(InferConfig, data, source=source)
-    update: dict[str, Any] = {"model": _resolve_model(config.model, "model", path)}
+    update: dict[str, Any] = {"model": resolve_model(config.model, "model", path.resolve().parent)}
     if config.speculative is not None:
-        head = _resolve_model(config.speculative.model, "speculative.model", path)
+        head = resolve_model(config.speculative.model, "speculative.model", path.resolve().parent)
         update["speculative"] = config.speculative.model_copy(update={"model": head})
     return config.model_copy(update=update)

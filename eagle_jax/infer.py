@@ -382,15 +382,6 @@ def _chat(config: InferConfig, llm: "LLM") -> None:
     ChatSession(llm, SamplingParams(**config.sampling.model_dump()), Console()).run(sys.stdin)
 
 
-def _is_explained(error: ValueError) -> bool:
-    """Whether the error's message is all that a user needs."""
-    if isinstance(error, EagleError):
-        return True
-    from eagle_jax.checkpoints.source import CheckpointError
-
-    return isinstance(error, CheckpointError)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code: 0, 2 for what the user can mend, 130 for Ctrl-C."""
     try:
@@ -404,9 +395,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             _answer_rows(arguments, config, rows, llm)
     except KeyboardInterrupt:
         return 130
-    except ValueError as error:
-        if not _is_explained(error):
-            raise
+    except EagleError as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     return 0

@@ -11,13 +11,22 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 
 from eagle_jax.checkpoints.resolve import load_tokenizer, resolve_checkpoint
-from eagle_jax.config import ChainConfig, InferConfig, SpeculativeConfig, StaticConfig, TreeConfig, parse
+from eagle_jax.config import (
+    ChainConfig,
+    InferConfig,
+    SpeculativeConfig,
+    StaticConfig,
+    TreeConfig,
+    parse,
+    resolve_model,
+)
 from eagle_jax.decoding.generate import Generator
 from eagle_jax.decoding.state import RUNNING, STOPPED, DecodeState
 from eagle_jax.decoding.step import DecodeParams, Decoding
@@ -29,8 +38,10 @@ from eagle_jax.drafters.protocol import Drafter
 from eagle_jax.errors import RequestError
 from eagle_jax.loading import LoadedTarget, load_head, load_target, read_target_config
 from eagle_jax.outputs import CompletionOutput, RequestOutput, StreamChunk
+from eagle_jax.parallel.memory import check_fits
 from eagle_jax.parallel.mesh import MeshShape, check_mesh, make_mesh
 from eagle_jax.parallel.sharding import TARGET_RULES
+from eagle_jax.progress import loading_bar
 from eagle_jax.sampling import RowSampling
 from eagle_jax.sampling_params import SamplingParams
 
@@ -40,7 +51,7 @@ if TYPE_CHECKING:
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Messages = Sequence[Mapping[str, str]]
 
-SMALLEST_CAPACITY = 256
+SMALLEST_CAPACITY = 128
 SMALLEST_CHUNK = 64
 STOP_TEXT_STEPS = 8  # steps between two looks at the text, where a stop text must be found
 STREAM_STEPS = 2
@@ -54,6 +65,16 @@ class _Row:
     sample: int
     token_ids: list[int]
     params: SamplingParams
+
+
+@dataclass(frozen=True)
+class _Shapes:
+    """What the programs of a batch are compiled for, beside the number of its rows."""
+
+    capacity: int
+    chunk: int
+    stop_ids: int
+    num_logprobs: int | None
 
 
 class LLM:
@@ -88,13 +109,17 @@ class LLM:
         compilation_cache: str | None = None,
         progress: bool = False,
     ):
+        here = Path.cwd()
+        speculative = None if speculative_config is None else dict(speculative_config)
+        if speculative and isinstance(speculative.get("model"), str):
+            speculative["model"] = resolve_model(speculative["model"], "speculative_config.model", here)
         config = parse(
             InferConfig,
             dict(
-                model=model,
+                model=resolve_model(model, "model", here),
                 dtype=dtype,
                 max_model_len=max_model_len,
-                speculative=None if speculative_config is None else dict(speculative_config),
+                speculative=speculative,
                 mesh=dict(mesh or {}),
                 batch_size=batch_size,
                 prefill_chunk=prefill_chunk,
@@ -121,30 +146,31 @@ class LLM:
         self.max_model_len = config.max_model_len or model.context_length
         if self.max_model_len > model.context_length:
             raise RequestError(
-                f"max_model_len {self.max_model_len} is beyond the model's context of "
-                f"{model.context_length}"
+                f"max_model_len {self.max_model_len} is beyond the model's context of {model.context_length}"
             )
         self.batch_size = config.batch_size
         self.prefill_chunk = config.prefill_chunk
         self.mesh = make_mesh(shape)
         self.tokenizer: PreTrainedTokenizerBase | None = load_tokenizer(path)
-        self.loaded: LoadedTarget = load_target(path, config.dtype, self.mesh)
-        self._generators: dict[int | None, Generator] = {}
+        with loading_bar(progress, "Loading the target") as report:
+            self.loaded: LoadedTarget = load_target(path, config.dtype, self.mesh, report)
         if config.speculative is None:
             self._use(NoDraft(), None)
         else:
-            self._use(*self._load_drafter(config.speculative, shape))
+            self._use(*self._load_drafter(config.speculative, shape, progress))
 
-    def _load_drafter(self, spec: SpeculativeConfig, shape: MeshShape) -> tuple[Drafter, Any]:
+    def _load_drafter(self, spec: SpeculativeConfig, shape: MeshShape, progress: bool) -> tuple[Drafter, Any]:
         tree = build_tree(spec.tree, spec.method)
-        head = load_head(
-            resolve_checkpoint(spec.model),
-            self.loaded,
-            spec.method,
-            self.mesh,
-            spec.taps,
-            spec.head_overrides,
-        )
+        with loading_bar(progress, "Loading the head") as report:
+            head = load_head(
+                resolve_checkpoint(spec.model),
+                self.loaded,
+                spec.method,
+                self.mesh,
+                spec.taps,
+                spec.head_overrides,
+                report,
+            )
         check_mesh(replace(shape, fsdp=1), head.config.model, self.batch_size, "the head")
         drafter = EagleDrafter(
             head.functional, head.config, tree, spec.draft_sampling == "coupled", self.loaded.target.dtype
@@ -154,7 +180,8 @@ class LLM:
     def _use(self, drafter: Drafter, drafter_params: Any) -> None:
         self.drafter = drafter
         self.params = DecodeParams(self.loaded.params, drafter_params)
-        self._generators = {}
+        self._generators: dict[int | None, Generator] = {}
+        self._warm: set[_Shapes] = set()
 
     def baseline(self) -> LLM:
         """The same target without speculation; the weights are shared."""
@@ -212,12 +239,15 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> None:
-        """Compiles what `generate` would run for these requests, by one step of each of its batches."""
+        """Compiles what `generate` would run for these requests; costs nothing where that is done already."""
         _, rows = self._rows(prompts, params)
         for start in range(0, len(rows), self.batch_size):
             batch = rows[start : start + self.batch_size]
-            generator, state, sampling, _ = self._start(batch)
-            jax.block_until_ready(generator.run(self.params, state, sampling, max_steps=1))
+            shapes = self._shapes(batch)
+            if shapes not in self._warm:
+                generator, state, sampling, _ = self._start(batch)
+                jax.block_until_ready(generator.run(self.params, state, sampling, max_steps=1))
+                self._warm.add(shapes)
 
     def apply_chat_template(self, messages: Messages) -> list[int]:
         """Token ids of a conversation, up to where the answer begins.
@@ -282,45 +312,60 @@ class LLM:
 
     # ---------------------------------------------------------------- batches
 
-    def _start(self, rows: Sequence[_Row]) -> tuple[Generator, DecodeState, RowSampling, float]:
-        """Prefills a batch. Shapes come from few sizes, so that few programs are compiled."""
-        prompts = [row.token_ids for row in rows]
-        limits = [self._max_new_tokens(row) for row in rows]
-        longest = max(map(len, prompts))
+    def _shapes(self, rows: Sequence[_Row]) -> _Shapes:
+        """The shapes that a batch runs in. They come from few sizes, so that few programs are compiled."""
+        longest = max(len(row.token_ids) for row in rows)
         chunk = min(_power_of_two(longest, SMALLEST_CHUNK), self.prefill_chunk)
-        need = max(len(p) + limit for p, limit in zip(prompts, limits, strict=True))
-        capacity = min(_power_of_two(need, SMALLEST_CAPACITY), self.max_model_len)
+        need = max(len(row.token_ids) + self._max_new_tokens(row) for row in rows)
+        capacity = min(_bucket(need, SMALLEST_CAPACITY), self.max_model_len)
         capacity = max(capacity, -(-longest // chunk) * chunk)  # whole chunks
         capacity = -(-(capacity + self.drafter.max_depth + 1) // 16) * 16
-        history = np.zeros((self.batch_size, capacity), np.int32)
+        asked = [row.params.logprobs for row in rows if row.params.logprobs is not None]
+        num_logprobs = None
+        if asked:
+            num_logprobs = _power_of_two(max(asked), 1) if any(asked) else 0
+            num_logprobs = min(num_logprobs, self.loaded.target.config.vocab_size)
+        widest = max(len(self._stop_ids(row.params)) for row in rows)
+        return _Shapes(capacity, chunk, _power_of_two(widest, 4), num_logprobs)
+
+    def _start(self, rows: Sequence[_Row]) -> tuple[Generator, DecodeState, RowSampling, float]:
+        """Prefills a batch."""
+        shapes = self._shapes(rows)
+        self._check_fits(shapes.capacity)
+        history = np.zeros((self.batch_size, shapes.capacity), np.int32)
         lengths = np.zeros((self.batch_size,), np.int32)
-        for i, prompt in enumerate(prompts):
-            history[i, : len(prompt)] = prompt
-            lengths[i] = len(prompt)
-        sampling = self._sampling(rows, limits)
-        generator = self._generator([row.params for row in rows])
+        for i, row in enumerate(rows):
+            history[i, : len(row.token_ids)] = row.token_ids
+            lengths[i] = len(row.token_ids)
+        sampling = self._sampling(rows, shapes.stop_ids)
+        if shapes.num_logprobs not in self._generators:
+            spec = Decoding(self.loaded.target, self.drafter, shapes.num_logprobs)
+            generator = Generator(spec, self.mesh, TARGET_RULES, self.loaded.target.dtype)
+            self._generators[shapes.num_logprobs] = generator
+        generator = self._generators[shapes.num_logprobs]
         begin = time.perf_counter()
-        state = generator.start(self.params, history, lengths, sampling, chunk)
+        state = generator.start(self.params, history, lengths, sampling, shapes.chunk)
         jax.block_until_ready(state.lengths)
         return generator, state, sampling, time.perf_counter() - begin
 
-    def _generator(self, params: Iterable[SamplingParams]) -> Generator:
-        asked = [p.logprobs for p in params if p.logprobs is not None]
-        count = _power_of_two(max(asked), 1) if any(asked) else (0 if asked else None)
-        if count is not None:
-            count = min(count, self.loaded.target.config.vocab_size)
-        if count not in self._generators:
-            spec = Decoding(self.loaded.target, self.drafter, count)
-            self._generators[count] = Generator(spec, self.mesh, TARGET_RULES, self.loaded.target.dtype)
-        return self._generators[count]
+    def _check_fits(self, capacity: int) -> None:
+        model = self.loaded.target.config
+        layers = model.num_layers + (self.drafter.max_depth > 0)  # a head has one
+        rows = 2 * layers * self.batch_size * capacity * model.num_kv_heads * model.head_dim
+        weights = sum(p.addressable_shards[0].data.nbytes for p in self.loaded.params.values())
+        itemsize = np.dtype(self.loaded.target.dtype).itemsize
+        what = f"batch_size {self.batch_size} x {capacity} tokens"
+        check_fits(self.mesh, weights, rows * itemsize, what)
 
     def _max_new_tokens(self, row: _Row) -> int:
         return min(row.params.max_new_tokens, self.max_model_len - len(row.token_ids))
 
-    def _sampling(self, rows: Sequence[_Row], limits: Sequence[int]) -> RowSampling:
-        own = self.loaded.target.config.eos_token_ids
-        stops = [[*p.stop_token_ids, *(() if p.ignore_eos else own)] for p in (row.params for row in rows)]
-        width = _power_of_two(max(map(len, stops)), 4)
+    def _stop_ids(self, params: SamplingParams) -> list[int]:
+        own = () if params.ignore_eos else self.loaded.target.config.eos_token_ids
+        return [*params.stop_token_ids, *own]
+
+    def _sampling(self, rows: Sequence[_Row], width: int) -> RowSampling:
+        stops = [self._stop_ids(row.params) for row in rows]
         padding = self.batch_size - len(rows)
 
         def column(values: Iterable[float], fill: float, dtype: Any) -> Any:  # on the host; jit places it
@@ -336,7 +381,7 @@ class LLM:
             seed=column((p.seed for p in params), 0, np.uint32),
             sample=column((row.sample for row in rows), 0, np.int32),
             min_new_tokens=column((p.min_new_tokens for p in params), 0, np.int32),
-            max_new_tokens=column(limits, 1, np.int32),
+            max_new_tokens=column((self._max_new_tokens(row) for row in rows), 1, np.int32),
             stop_ids=np.asarray(  # type: ignore[arg-type]
                 [ids + [-1] * (width - len(ids)) for ids in stops] + [[-1] * width] * padding, np.int32
             ),
@@ -487,6 +532,12 @@ def _power_of_two(value: int, smallest: int) -> int:
     while size < value:
         size *= 2
     return size
+
+
+def _bucket(value: int, smallest: int) -> int:
+    """The least of smallest, 1.5 · smallest, 2 · smallest, 3 · smallest, … that is no less than `value`."""
+    size = _power_of_two(value, smallest)
+    return size * 3 // 4 if size > smallest and size * 3 // 4 >= value else size
 
 
 def _cut(lengths: Sequence[int], total: int) -> list[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from eagle_jax.checkpoints.loading import load_parameters
+from eagle_jax.checkpoints.loading import Progress, load_parameters
 from eagle_jax.checkpoints.orbax import OrbaxSource, restore
 from eagle_jax.checkpoints.resolve import open_source
-from eagle_jax.checkpoints.source import TensorSource
+from eagle_jax.checkpoints.source import CheckpointError, TensorSource
 from eagle_jax.drafters.eagle import EagleHead
 from eagle_jax.drafters.eagle3 import Eagle3Head
 from eagle_jax.drafters.eagle_drafter import EagleParams
@@ -25,7 +25,6 @@ from eagle_jax.models.decoder import TARGET_NAMES, Target
 from eagle_jax.models.functional import Functional, ParameterSpec
 from eagle_jax.parallel.sharding import HEAD_RULES, TARGET_RULES, Rules, shardings
 
-Progress = Callable[[int, int, str], None]
 Table = tuple[tuple[str, str | None], ...]
 HEAD_MODULES: dict[str, type] = {"eagle": EagleHead, "eagle3": Eagle3Head}
 
@@ -67,12 +66,18 @@ def load_target(path: Path, dtype: str, mesh: Mesh, progress: Progress | None = 
         CheckpointError, ModelConfigError: it cannot be read, or is no model that this library runs.
     """
     source = open_source(path)
+    _check_kind(source, "target")
     target = Target(ModelConfig.from_hf(source.config), dtype)
-    table: Table = TARGET_NAMES
-    if target.config.tie_word_embeddings:  # some checkpoints store the tied head too
-        table = ((r"lm_head\.weight", None), *table)
+    table = target_names(target.config)
     params = fill(source, table, target.functional.specs, mesh, TARGET_RULES, progress)
     return LoadedTarget(path, target, params)
+
+
+def target_names(config: ModelConfig) -> Table:
+    """The table from a target checkpoint's tensor names to our paths."""
+    if config.tie_word_embeddings:  # some checkpoints store the tied head too
+        return ((r"lm_head\.weight", None), *TARGET_NAMES)
+    return TARGET_NAMES
 
 
 def load_head(
@@ -91,6 +96,7 @@ def load_head(
         HeadError: it is a head of another kind or for another target.
     """
     source = open_source(path)
+    _check_kind(source, "head")
     config, functional = open_head(source, loaded.target, method, taps, overrides)
     params = fill(source, HEAD_NAMES, functional.specs, mesh, HEAD_RULES, progress)
     embeddings = loaded.params["embed_tokens.weight"]
@@ -112,6 +118,12 @@ def open_head(
     return config, Functional.of(lambda: module(config, jnp.dtype(target.dtype)))
 
 
+def _check_kind(source: TensorSource, kind: str) -> None:
+    """Our own checkpoints say what they are."""
+    if isinstance(source, OrbaxSource) and source.kind != kind:
+        raise CheckpointError(f"{source.path} is a {source.kind}; expected a {kind}")
+
+
 def rename(name: str, table: Table) -> str | None:
     """Our path for a checkpoint's tensor; None for one that is left out."""
     for pattern, path in table:
@@ -128,12 +140,35 @@ def fill(
     rules: Rules,
     progress: Progress | None = None,
 ) -> dict[str, jax.Array]:
-    """Reads parameters to where `rules` place them on `mesh`."""
+    """Reads parameters to where `rules` place them on `mesh`.
+
+    Args:
+        table: our paths for the checkpoint's names; our own checkpoints need none.
+        progress: called with the bytes read, the bytes to read in all, and the name of what was read last:
+            after each tensor, or once where all are read together (our own checkpoints).
+
+    Raises:
+        CheckpointError: the checkpoint does not hold just these parameters, or is damaged.
+    """
     placed: Any = shardings({path: spec.axes for path, spec in specs.items()}, mesh, rules)
     abstract = {
         path: jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=placed[path])
         for path, spec in specs.items()
     }
-    if isinstance(source, OrbaxSource):
-        return restore(source.path, abstract)
-    return load_parameters(source, table, abstract, progress=progress)
+    return read_parameters(source, table, abstract, progress)
+
+
+def read_parameters(
+    source: TensorSource,
+    table: Table,
+    abstract: Mapping[str, jax.ShapeDtypeStruct],
+    progress: Progress | None = None,
+) -> dict[str, jax.Array]:
+    """Reads parameters to the shardings and dtypes of `abstract`; see `fill`."""
+    if not isinstance(source, OrbaxSource):
+        return load_parameters(source, table, abstract, progress=progress)
+    params = restore(source.path, abstract)  # reads several tensors at a time, and parts of them
+    if progress is not None:
+        total = sum(info.nbytes for info in source.infos.values())
+        progress(total, total, source.path.name)
+    return params

@@ -14,8 +14,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from eagle_jax.errors import EagleError
 
-class CheckpointError(ValueError):
+
+class CheckpointError(EagleError):
     """A checkpoint that cannot be read or written: says what was given, what was expected and what to do."""
 
 

@@ -48,7 +48,9 @@ class Generator:
             donate_argnames="state",
             out_shardings=placed,
         )
-        self._run = jax.jit(partial(_for_mesh, mesh, _run, spec), donate_argnames="state", out_shardings=placed)
+        self._run = jax.jit(
+            partial(_for_mesh, mesh, _run, spec), donate_argnames="state", out_shardings=placed
+        )
 
     def start(
         self,

@@ -168,7 +168,7 @@ def _grow_dynamic(tree: DynamicTree, root, hidden, first, memory, expand: Expand
         jnp.zeros((B, k, len(memory_rows)), bool),  # rows of memory that each frontier node descends from
         jnp.broadcast_to(jnp.arange(k, dtype=jnp.int32), (B, k)),  # its index in the pool
     )
-    pool = (scores, tokens, jnp.full((B, k), -1, jnp.int32))  # −1 is the root
+    pool: tuple[Any, ...] = (scores, tokens, jnp.full((B, k), -1, jnp.int32))  # −1 is the root
     if tree.depth:  # a scan over no levels would still trace one
         _, grown = jax.lax.scan(run_level, start, jnp.arange(tree.depth, dtype=jnp.int32))
         pool = tuple(

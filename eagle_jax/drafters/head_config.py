@@ -183,6 +183,8 @@ def resolve_taps(config: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
     ids = tuple(int(i) for i in given)
     if ids == default:
         return ids
+    if config.get(key) and nested and [i + 1 for i in nested] == list(ids):
+        return ids  # both numberings, and they agree
     outputs = tuple(i + 1 for i in ids)
     if outputs == default:
         return outputs
