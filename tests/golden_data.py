@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,9 @@ from eagle_jax.decoding.generate import Generator
 from eagle_jax.decoding.state import RUNNING, DecodeState
 from eagle_jax.decoding.step import DecodeParams, Decoding
 from eagle_jax.draft_tree import DraftTree, DynamicTree, StaticTree, Tree, named_paths
-from eagle_jax.drafters.eagle_drafter import EagleDrafter
+from eagle_jax.drafters.eagle_drafter import EagleDrafter, EagleState
 from eagle_jax.drafters.head_config import HeadConfig
+from eagle_jax.drafters.protocol import Context
 from eagle_jax.loading import HEAD_MODULES, LoadedHead, LoadedTarget, load_head, load_target
 from eagle_jax.models.functional import Functional
 from eagle_jax.parallel.mesh import MeshShape, make_mesh
@@ -136,6 +137,38 @@ def head(name: str, method: str) -> LoadedHead:
     return load_head(GOLDEN / name, target(), method, mesh())
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Recorded:
+    """A drafter's state and the tree that it drafted last."""
+
+    state: EagleState
+    tree: DraftTree
+
+
+@dataclass(frozen=True)
+class RecordingDrafter(EagleDrafter):
+    """The EAGLE drafter, with a state that shows what it has just drafted."""
+
+    def init_state(self, batch: int, capacity: int) -> Recorded:
+        ints = jnp.zeros((batch, self.tree.num_nodes), jnp.int32)
+        mask = jnp.zeros((*ints.shape, self.tree.num_nodes), bool)
+        return Recorded(
+            super().init_state(batch, capacity), DraftTree(ints, ints, ints, mask, ints > 0, ints > 0)
+        )
+
+    def state_axes(self) -> Recorded:
+        row, square = ("batch", None), ("batch", None, None)
+        return Recorded(super().state_axes(), DraftTree(row, row, row, square, row, row))
+
+    def absorb(self, params, state, seen):
+        return replace(state, state=super().absorb(params, state.state, seen))
+
+    def propose(self, params, state, context):
+        inner, tree = super().propose(params, state.state, context)
+        return Recorded(inner, tree), tree
+
+
 @dataclass(frozen=True)
 class Level:
     """One pass of the head while a tree grows: hidden states, logits, and the children that it ranks."""
@@ -147,49 +180,16 @@ class Level:
 
 
 @dataclass(frozen=True)
-class RecordingDrafter(EagleDrafter):
-    """The EAGLE drafter, whose passes and trees can be listened to from the host, compiled or not.
+class ListeningDrafter(EagleDrafter):
+    """The EAGLE drafter, with an ear for every pass of its head. Works under `jax.disable_jit` only."""
 
-    Attributes:
-        heard_levels: by depth, those of the last tree.
-        heard_trees: all trees, until cleared.
-    """
-
-    heard_levels: dict[int, Level] = field(default_factory=dict, compare=False)
-    heard_trees: list[DraftTree] = field(default_factory=list, compare=False)
-
-    def propose(self, params, state, context):
-        state, tree = super().propose(params, state, context)
-        jax.debug.callback(lambda tree: self.heard_trees.append(on_host(tree)), tree)
-        return state, tree
+    heard: list[Level] = field(default_factory=list, compare=False)
 
     def _rank(self, head, params, hidden, context, depth):
-        def hear(depth, *arrays):
-            self.heard_levels[int(depth)] = Level(*map(on_host, arrays))
-
         scores, tokens = super()._rank(head, params, hidden, context, depth)
-        jax.debug.callback(hear, depth, hidden, head.logits(hidden, params.output_weight), scores, tokens)
+        logits = head.logits(hidden, params.output_weight)
+        self.heard.append(Level(*map(np.asarray, (hidden, logits, scores, tokens))))
         return scores, tokens
-
-    def levels(self) -> tuple[Level, ...]:
-        """The passes behind the last tree, the root's first."""
-        jax.effects_barrier()
-        return tuple(self.heard_levels[depth] for depth in sorted(self.heard_levels))
-
-    def last_tree(self) -> DraftTree:
-        """The last tree; forgets the others."""
-        jax.effects_barrier()
-        tree = self.heard_trees[-1]
-        self.heard_trees.clear()
-        return tree
-
-
-@dataclass(frozen=True)
-class Step:
-    """What one verification step drafted, on the host."""
-
-    tree: DraftTree
-    levels: tuple[Level, ...]
 
 
 @dataclass(frozen=True)
@@ -198,13 +198,13 @@ class Run:
 
     Attributes:
         after_prefill, after_first_step, final: states on the host.
-        steps: every step's tree; a row's entries past its own number of steps are meaningless.
+        trees: of every step; a row's entries past its own number of steps are meaningless.
     """
 
     after_prefill: DecodeState
     after_first_step: DecodeState
     final: DecodeState
-    steps: list[Step]
+    trees: list[DraftTree]
 
     def tokens(self, row: int) -> list[int]:
         span = slice(int(self.final.prompt_lengths[row]), int(self.final.lengths[row]))
@@ -250,28 +250,6 @@ def batch(prompts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
     return history, lengths
 
 
-@dataclass(frozen=True)
-class Loop:
-    """The compiled loop of a case.
-
-    Attributes:
-        prefilled: the state behind the prompts.
-    """
-
-    drafter: RecordingDrafter
-    generator: Generator
-    params: DecodeParams
-    prefilled: DecodeState
-
-    def start(self) -> DecodeState:
-        """The state behind the prompts, to be donated."""
-        placed = self.generator.start(self.params, *batch([]), greedy(), CHUNK)
-        return jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), self.prefilled, placed)
-
-    def run(self, state: DecodeState, sampling: RowSampling, max_steps: int) -> DecodeState:
-        return self.generator.run(self.params, state, sampling, max_steps)
-
-
 @lru_cache
 def prefilled(case: Case) -> DecodeState:
     """The state behind a case's prompts; trees have no part in it, so a head's share what is compiled."""
@@ -290,25 +268,62 @@ def _generator(drafter: EagleDrafter) -> Generator:
     return Generator(Decoding(target().target, drafter), mesh(), TARGET_RULES, jnp.float32)
 
 
+@dataclass(frozen=True)
+class Loop:
+    """The compiled loop of a case."""
+
+    case: Case
+    drafter: RecordingDrafter
+    generator: Generator
+    params: DecodeParams
+
+    def start(self) -> DecodeState:
+        """The state behind the prompts, placed as the loop's own results are."""
+        placed = self.generator.start(self.params, *batch([]), greedy(), CHUNK)
+        state = prefilled(self.case)
+        state = replace(state, drafter=Recorded(state.drafter, on_host(placed.drafter.tree)))
+        return jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), state, placed)
+
+    def run(self, state: DecodeState, sampling: RowSampling, max_steps: int) -> DecodeState:
+        return self.generator.run(self.params, state, sampling, max_steps)
+
+
 @lru_cache
 def loop(case: Case, changed: HeadConfig | None = None) -> Loop:
-    """The loop of a case, behind its prompts; with `changed` in its head's config's place if given."""
+    """The loop of a case; with `changed` in its head's config's place if given."""
     loaded = head(case.head, case.method)
     config, functional = loaded.config, loaded.functional
     if changed is not None:
         config = changed
         functional = Functional.of(lambda: HEAD_MODULES[case.method](changed, jnp.float32))
     drafter = RecordingDrafter(functional, config, case.tree, True, "float32")
-    return Loop(drafter, _generator(drafter), DecodeParams(target().params, loaded.params), prefilled(case))
+    return Loop(case, drafter, _generator(drafter), DecodeParams(target().params, loaded.params))
 
 
 @lru_cache
 def recorded(case: Case, changed: HeadConfig | None = None) -> Run:
     """The golden generation of all prompts of a case, step by step."""
     ready, sampling = loop(case, changed), greedy()
-    state, after_first, steps = ready.start(), None, []
+    state, after_first, trees = ready.start(), None, []
     while np.any(np.asarray(state.finish) == RUNNING):
         state = ready.run(state, sampling, 1)
-        steps.append(Step(ready.drafter.last_tree(), ready.drafter.levels()))
+        trees.append(on_host(state.drafter.tree))
         after_first = after_first or on_host(state)
-    return Run(ready.prefilled, after_first, on_host(state), steps)
+    return Run(prefilled(case), after_first, on_host(state), trees)
+
+
+@lru_cache
+def first_passes(case: Case) -> list[Level]:
+    """The head's passes behind the first tree of every prompt, the root's first."""
+    loaded, state, vocab_size = (
+        head(case.head, case.method),
+        prefilled(case),
+        target().target.config.vocab_size,
+    )
+    drafter = ListeningDrafter(loaded.functional, loaded.config, case.tree, True, "float32")
+    noise = jnp.zeros((ROWS, case.tree.max_depth + 1, vocab_size))
+    state = jax.tree.map(jnp.asarray, state)
+    context = Context(state.history, state.lengths, greedy(), noise, state.presence)
+    with jax.disable_jit():
+        drafter.propose(loaded.params, state.drafter, context)
+    return drafter.heard

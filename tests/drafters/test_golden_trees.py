@@ -21,6 +21,7 @@ from golden_data import (
     TOLERANCE,
     batch,
     cases,
+    first_passes,
     head,
     on_host,
     prefilled,
@@ -65,7 +66,7 @@ def target_on_prompts(case):
 def target_on_first_trees(case):
     """The target's pass over each row's first tree, padded to one size so that all cases share a program."""
     run = recorded(case)
-    tree, start = run.steps[0].tree, run.after_prefill.lengths - 1
+    tree, start = run.trees[0], run.after_prefill.lengths - 1
     pad = CHUNK - tree.tokens.shape[1]
     mask = np.pad(tree.mask, ((0, 0), (0, pad), (0, pad))) | np.eye(CHUNK, dtype=bool)
     depths = np.pad(tree.depths, ((0, 0), (0, pad)))
@@ -158,7 +159,8 @@ def retrieved_paths(retrieve_indices):
 
 @pytest.mark.parametrize("case", cases(DYNAMIC))
 def test_first_dynamic_tree(case):
-    step, tree = recorded(case).steps[0], case.tree
+    drafted, levels, tree = recorded(case).trees[0], first_passes(case), case.tree
+    assert len(levels) == tree.max_depth
     k = tree.top_k
     for i in range(len(case.prompts)):
         golden = case.first_tree(i)
@@ -167,23 +169,23 @@ def test_first_dynamic_tree(case):
         assert golden["min_gap_boundary"] > RELIABLE_GAP
 
         # The passes: hidden states, logits, ranked children.
-        close(step.levels[0].hidden[i], golden["first_hidden_last"])
-        close(step.levels[0].logits[i], golden["level_logits_root"])
+        close(levels[0].hidden[i], golden["first_hidden_last"])
+        close(levels[0].logits[i], golden["level_logits_root"])
         if not ordered:
-            same(np.sort(step.tree.tokens[i]), np.sort(golden["draft_tokens"][0]))
+            same(np.sort(drafted.tokens[i]), np.sort(golden["draft_tokens"][0]))
             continue
         for depth in range(tree.depth):
-            close(step.levels[depth + 1].logits[i], golden["level_logits"][depth])
+            close(levels[depth + 1].logits[i], golden["level_logits"][depth])
             if "level_hidden" in golden:
-                close(step.levels[depth + 1].hidden[i], golden["level_hidden"][depth])
-        pool_tokens = np.concatenate([level.tokens[i] for level in step.levels])
+                close(levels[depth + 1].hidden[i], golden["level_hidden"][depth])
+        pool_tokens = np.concatenate([level.tokens[i] for level in levels])
         same(pool_tokens, golden["cand_tokens"])
 
         # The pool: scores add up along the path.
-        scores = [step.levels[0].scores[i, 0]]
+        scores = [levels[0].scores[i, 0]]
         frontier = scores[0]
         for depth in range(tree.depth):
-            children = (frontier[:, None] + step.levels[depth + 1].scores[i]).ravel()
+            children = (frontier[:, None] + levels[depth + 1].scores[i]).ravel()
             scores.append(children)
             frontier = children[golden["frontier_index"][depth]]
         scores = np.concatenate(scores)
@@ -192,32 +194,36 @@ def test_first_dynamic_tree(case):
         # What is kept of it.
         kept = np.sort(np.argsort(-scores, kind="stable")[: tree.total_tokens - 1])
         same(kept, golden["selected_index"])
-        same(step.tree.tokens[i, 1:], pool_tokens.ravel()[kept])
-        same(step.tree.tokens[i], golden["draft_tokens"][0])
-        same(step.tree.depths[i], golden["tree_position_ids"])
-        same(step.tree.mask[i], golden["tree_mask"][0, 0] == 1)
-        assert leaf_paths(step.tree.parents[i]) == retrieved_paths(golden["retrieve_indices"])
-        assert np.all(step.tree.valid[i])
-        assert np.all(step.tree.candidate[i])
+        same(drafted.tokens[i, 1:], pool_tokens.ravel()[kept])
+        same(drafted.tokens[i], golden["draft_tokens"][0])
+        same(drafted.depths[i], golden["tree_position_ids"])
+        same(drafted.mask[i], golden["tree_mask"][0, 0] == 1)
+        assert leaf_paths(drafted.parents[i]) == retrieved_paths(golden["retrieve_indices"])
+        assert np.all(drafted.valid[i])
+        assert np.all(drafted.candidate[i])
 
 
 @pytest.mark.parametrize("case", cases(STATIC))
 def test_first_static_tree(case):
-    step, buffers = recorded(case).steps[0], read_npz("eagle1/tree_buffers.npz")
+    drafted, levels, buffers = (
+        recorded(case).trees[0],
+        first_passes(case),
+        read_npz("eagle1/tree_buffers.npz"),
+    )
     ranks = case.tree.max_rank
     for i in range(len(case.prompts)):
         golden = case.first_tree(i)
         assert golden["min_gap_order"] > RELIABLE_GAP
-        close(step.levels[0].hidden[i], golden["head_hidden_last"])
-        for depth, level in enumerate(step.levels):
+        close(levels[0].hidden[i], golden["head_hidden_last"])
+        for depth, level in enumerate(levels):
             close(level.logits[i], golden[f"level_logits_{depth}"])
             if depth and f"level_hidden_{depth - 1}" in golden:
                 close(level.hidden[i], golden[f"level_hidden_{depth - 1}"])
-        same(np.concatenate([level.tokens[i] for level in step.levels]), golden["ss_token"][:, :ranks])
-        same(step.tree.tokens[i], golden["tree_candidates"][0])
-        same(step.tree.mask[i], buffers["tree_attn_mask"][0, 0] == 1)
-        same(step.tree.depths[i], buffers["tree_position_ids"])
-        assert leaf_paths(step.tree.parents[i]) == retrieved_paths(buffers["retrieve_indices"])
+        same(np.concatenate([level.tokens[i] for level in levels]), golden["ss_token"][:, :ranks])
+        same(drafted.tokens[i], golden["tree_candidates"][0])
+        same(drafted.mask[i], buffers["tree_attn_mask"][0, 0] == 1)
+        same(drafted.depths[i], buffers["tree_position_ids"])
+        assert leaf_paths(drafted.parents[i]) == retrieved_paths(buffers["retrieve_indices"])
 
 
 @pytest.mark.parametrize("case", cases(CASES))
@@ -226,9 +232,9 @@ def test_first_verification(case):
     logits, _, taps = target_on_first_trees(case)
     for i, prompt in enumerate(case.prompts):
         golden = case.first_tree(i)
-        nodes = run.steps[0].tree.tokens.shape[1]
+        nodes = run.trees[0].tokens.shape[1]
         if not case.is_static:
-            same(len(prompt) + run.steps[0].tree.depths[i], golden["verify_position_ids"])
+            same(len(prompt) + run.trees[0].depths[i], golden["verify_position_ids"])
         close(logits[i, :nodes], golden["verify_logits"])
         if "verify_aux_hidden" in golden:
             close(taps[i, :nodes], golden["verify_aux_hidden"][0])
@@ -248,11 +254,11 @@ def test_tree_of_every_step(case):
     run, compared, total = recorded(case), 0, 0
     for i in range(len(case.prompts)):
         golden = case.generation(i)["steps"]
-        for step, expected in list(zip(run.steps, golden, strict=False))[: int(run.final.steps[i])]:
+        for drafted, expected in list(zip(run.trees, golden, strict=False))[: int(run.final.steps[i])]:
             total += 1
             if min(expected["draft_gap_order"], expected["draft_gap_boundary"]) > RELIABLE_GAP:
                 compared += 1
-                same(step.tree.tokens[i], expected["draft_tokens"], f"prompt {i}, step {total}")
+                same(drafted.tokens[i], expected["draft_tokens"], f"prompt {i}, step {total}")
     assert compared > 0.7 * total
 
 
@@ -263,7 +269,7 @@ def test_static_tree_of_every_step(case):
     for i in range(len(case.prompts)):
         golden = case.generation(i)["steps"]
         for n in range(int(run.final.steps[i])):
-            same(run.steps[n].tree.tokens[i], golden[n]["tree_candidates"], f"prompt {i}, step {n}")
+            same(run.trees[n].tokens[i], golden[n]["tree_candidates"], f"prompt {i}, step {n}")
 
 
 def test_named_static_tree_is_the_published_one():

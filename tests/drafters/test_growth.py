@@ -52,26 +52,43 @@ class MadeUp:
         self.scores = scores.astype(np.float32)
         self.tree, self.calls = tree, []
 
-    def children(self, depth, rows):
-        return jnp.asarray(self.scores)[depth, :, :rows], jnp.asarray(self.tokens)[depth, :, :rows]
-
     def expand(self, memory, level, first_row, tokens, hidden, seen):
-        jax.debug.callback(self.hear, memory, level, first_row, tokens, hidden, seen)
-        memory = jax.lax.dynamic_update_slice_in_dim(memory, tokens, first_row, axis=1)
-        out = jnp.stack([tokens.astype(jnp.float32), hidden[..., 1] + 1], axis=-1)
-        return memory, out, self.children(level + 1, tokens.shape[1])
+        return run_level(self.tables, memory, level, first_row, tokens, hidden)
 
-    def hear(self, *arguments):
+    def expand_and_keep(self, *arguments):
+        """Under `jax.disable_jit` only."""
         self.calls.append(tuple(np.array(x) for x in arguments))
+        return self.expand(*arguments)
+
+    @property
+    def tables(self):
+        return jnp.asarray(self.scores), jnp.asarray(self.tokens)
 
     def grow(self):
-        root = jnp.asarray(ROOTS, jnp.int32)
-        hidden = jnp.stack([root.astype(jnp.float32), jnp.zeros(B)], axis=-1)
-        memory = jnp.full((B, rows_run(self.tree)), -1, jnp.int32)
-        drafted = grow(self.tree, root, hidden, self.children(0, 1), memory, self.expand)
-        jax.effects_barrier()
-        self.calls.sort(key=lambda call: int(call[1]))
-        return jax.tree.map(np.asarray, drafted)
+        return jax.tree.map(np.asarray, grown(self.tree, self.tables))
+
+    def grow_openly(self):
+        """The same, operation by operation; what was asked for stands in `calls`."""
+        with jax.disable_jit():
+            return jax.tree.map(np.asarray, grow_from_tables(self.tree, self.tables, self.expand_and_keep))
+
+
+def run_level(tables, memory, level, first_row, tokens, hidden):
+    memory = jax.lax.dynamic_update_slice_in_dim(memory, tokens, first_row, axis=1)
+    out = jnp.stack([tokens.astype(jnp.float32), hidden[..., 1] + 1], axis=-1)
+    return memory, out, tuple(table[level + 1, :, : tokens.shape[1]] for table in tables)
+
+
+def grow_from_tables(tree, tables, expand):
+    root = jnp.asarray(ROOTS, jnp.int32)
+    hidden = jnp.stack([root.astype(jnp.float32), jnp.zeros(B)], axis=-1)
+    memory = jnp.full((B, rows_run(tree)), -1, jnp.int32)
+    return grow(tree, root, hidden, tuple(table[0, :, :1] for table in tables), memory, expand)
+
+
+@partial(jax.jit, static_argnums=0)
+def grown(tree, tables):
+    return grow_from_tables(tree, tables, lambda *arguments: run_level(tables, *arguments[:-1]))
 
 
 KINDS = {
@@ -141,7 +158,8 @@ def test_dynamic_tree_is_the_best_of_the_pool(tree, kind):
 def test_levels_are_expanded_from_their_parents(tree):
     """A node is run with its parent's hidden state, and sees the rows of its ancestors below the root."""
     made_up = MadeUp(tree)
-    made_up.grow()
+    for openly, compiled in zip(*map(jax.tree.leaves, (made_up.grow_openly(), made_up.grow())), strict=True):
+        np.testing.assert_array_equal(openly, compiled)
     ancestors = [[] for _ in range(B)]  # of every row so far: the rows that it and its descendants see
     for number, (memory, level, first_row, tokens, hidden, seen) in enumerate(made_up.calls):
         assert level == number

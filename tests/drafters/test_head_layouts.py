@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from golden_data import GOLDEN, ROWS, TARGET, TOLERANCE, RecordingDrafter, greedy, mesh, target
+from golden_data import GOLDEN, ROWS, TARGET, TOLERANCE, ListeningDrafter, greedy, mesh, target
 from head_in_numpy import NumpyHead
 from safetensors.numpy import load_file, save_file
 
@@ -194,16 +194,15 @@ def test_switches_stand_at_either_level_and_can_be_overridden(switch):
 def drafted(loaded, states, history, steps=2):
     """Our head's passes: over rows of true features, then down a chain from what it feeds back."""
     T = states.shape[1]
-    drafter = RecordingDrafter(loaded.functional, loaded.config, StaticTree.chain(steps), True, "float32")
+    drafter = ListeningDrafter(loaded.functional, loaded.config, StaticTree.chain(steps), True, "float32")
 
     count, zeros, params = jnp.full((ROWS,), T), jnp.zeros((ROWS,), jnp.int32), loaded.params
     noise, presence = jnp.zeros((ROWS, steps + 1, V)), jnp.zeros((ROWS, V), bool)
     with jax.disable_jit():  # one operation at a time, most of which the variants share
         state = drafter.absorb(params, drafter.init_state(ROWS, 2 * T), Seen(history, zeros, count, states))
         drafter.propose(params, state, Context(history, count + 1, greedy(), noise, presence))
-    levels = drafter.levels()
-    assert len(levels) == steps
-    return levels
+    assert len(drafter.heard) == steps
+    return drafter.heard
 
 
 def compare(loaded, tensors, T=7, **reference):
