@@ -109,7 +109,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=15, help="repetitions of the parts' timings")
     parser.add_argument("--other-dtype", help="plain decoding in this dtype too")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
-    args = parser.parse_args(argv)
+    args = parser.parse_intermixed_args(argv)
 
     config = load_config(args.config, args.overrides)
     params = SamplingParams(**config.sampling.model_dump())
