@@ -300,7 +300,7 @@ class LLM:
         vocab_size = self.loaded.target.config.vocab_size
         if not token_ids:
             raise RequestError("the prompt is empty; give at least one token")
-        wrong = [t for t in token_ids if not isinstance(t, int | np.integer) or not 0 <= t < vocab_size]
+        wrong = [t for t in token_ids if not _is_token_id(t) or not 0 <= t < vocab_size]
         if wrong:
             raise RequestError(f"token id {wrong[0]!r} is outside the vocabulary 0 … {vocab_size - 1}")
         if len(token_ids) >= self.max_model_len:
@@ -524,6 +524,10 @@ def build_tree(config: TreeConfig, method: str) -> Tree:
             named_paths(method, config.paths) if isinstance(config.paths, str) else StaticTree(config.paths)
         )
     return DynamicTree(config.total_tokens, config.depth, config.top_k)
+
+
+def _is_token_id(value: Any) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 def _power_of_two(value: int, smallest: int) -> int:

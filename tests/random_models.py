@@ -75,7 +75,11 @@ class Pair:
 
 
 def random_pair(vocab_size: int, draft_vocab_size: int, seed: int = 0, max_positions: int = 256) -> Pair:
-    """Logits spread over a few units, so that nothing is certain and nothing uniform."""
+    """Logits spread over a few units, so that nothing is certain and nothing uniform.
+
+    What the head says resembles the target: embeddings share a direction, which makes some tokens likelier than others
+    everywhere, and the head reads the target's last state and has its output weights.
+    """
     rng = np.random.default_rng(seed)
     config = dict(
         model_type="llama",
@@ -112,5 +116,10 @@ def random_pair(vocab_size: int, draft_vocab_size: int, seed: int = 0, max_posit
 
     target_weights, head_weights = weights(target.functional.specs), weights(functional.specs)
     kept = np.sort(rng.choice(vocab_size, draft_vocab_size, replace=False))
+    width = config["hidden_size"]
+    target_weights["embed_tokens.weight"] += rng.normal(size=width).astype(np.float32) * 0.4
+    head_weights["fc.weight"] = 0.1 * head_weights["fc.weight"]
+    head_weights["fc.weight"][:, -width:] += np.eye(width, dtype=np.float32)
+    head_weights["lm_head.weight"] = target_weights["lm_head.weight"][kept]
     head_weights["d2t"] = (kept - np.arange(draft_vocab_size)).astype(np.int32)
     return Pair(config, head_json, target_weights, head_weights)

@@ -115,6 +115,9 @@ def read(state: DecodeState) -> list[Answer]:
     ]
 
 
+_noise = jax.jit(gumbel_noise, static_argnums=2)
+
+
 @partial(jax.jit, static_argnums=(0, 3))
 def _next_logits(target: Target, params: Any, tokens: jax.Array, size: int, length: jax.Array) -> jax.Array:
     model, decoder = target.config, target.bind(params)
@@ -141,7 +144,7 @@ def margin(
     banned = stops if len(common) < p.min_new_tokens else []
     scores = prepare(next_logits(target, params, prefix, size), prefix, banned, p)
     kept, nearest = kept_and_margin(scores, p)
-    noise = gumbel_noise(row_sampling([request]), np.asarray([[len(prefix)]], np.int32), scores.size)
+    noise = _noise(row_sampling([request]), np.asarray([[len(prefix)]], np.int32), scores.size)
     second, first = np.sort(np.where(kept, scores + np.asarray(noise)[0, 0], -np.inf))[-2:]
     return float(min(nearest, first - second))
 

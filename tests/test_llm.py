@@ -341,7 +341,7 @@ def test_an_abandoned_stream(llm):
         ([[3, "w3"]], "w3"),
         ([5] * 256, "256 tokens"),
         ({"prompt": "w3"}, "prompt_token_ids"),
-        ([7, [3]], ""),
+        ([7, [3]], "outside the vocabulary"),
         ([None], "a prompt is"),
     ],
     ids=str,

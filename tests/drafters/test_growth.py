@@ -154,7 +154,7 @@ def test_dynamic_tree_is_the_best_of_the_pool(tree, kind):
         assert drafted.parents[b, 1:].tolist() == [place[pool[i][2]] for i in kept]
 
 
-@pytest.mark.parametrize("tree", TREES, ids=name_of)
+@pytest.mark.parametrize("tree", [TREES[0], *TREES[-2:]], ids=name_of)
 def test_levels_are_expanded_from_their_parents(tree):
     """A node is run with its parent's hidden state, and sees the rows of its ancestors below the root."""
     made_up = MadeUp(tree)
