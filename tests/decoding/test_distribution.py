@@ -154,7 +154,7 @@ def favour_drafts(logits, tree, noise, state, sampling):
     nodes = jnp.arange(tree.parents.shape[1])[:, None]
     child_of = (tree.parents[:, None, :] == nodes) & (tree.depths > 0)[:, None]
     drafted = jnp.einsum("bnm,bmv->bnv", child_of * 1.0, jax.nn.one_hot(tree.tokens, logits.shape[-1]))
-    return CHOOSE(logits + 0.3 * drafted, tree, noise, state, sampling)
+    return CHOOSE(logits + 0.5 * drafted, tree, noise, state, sampling)
 
 
 def shift_noise(logits, tree, noise, state, sampling):
