@@ -35,11 +35,7 @@ DRAFTERS = {
     "eagle3-dynamic": (*EAGLE3, DynamicTree(24, 4, 4)),
 }
 
-IN_A_HURRY = (
-    "eagle1-static",
-    "eagle2-dynamic",
-    "eagle3-chain",
-)  # one of each kind; the others are slow tests
+IN_A_HURRY = ("eagle3-chain",)
 
 
 def requests(seed: int) -> list[Request]:

@@ -88,6 +88,7 @@ def on_one_device(checkpoints):
     return run(checkpoints)[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mesh", [dict(data=8), dict(data=2, tensor=4), dict(tensor=8), dict(data=2, fsdp=2, tensor=2)], ids=str
 )
@@ -100,6 +101,7 @@ def test_same_tokens_on_every_mesh(checkpoints, on_one_device, mesh):
     assert placed.shard_shape((128, 64)) == (128 // mesh.get("tensor", 1), 64 // mesh.get("fsdp", 1))
 
 
+@pytest.mark.slow
 def test_caches_are_split_over_batch_and_kv_heads(checkpoints):
     llm, _ = run(checkpoints, data=2, tensor=4)
     _, rows = llm._rows([[5, 6, 7]] * 8, SamplingParams(temperature=0.0))
