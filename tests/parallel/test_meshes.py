@@ -120,7 +120,7 @@ SMOLLM2 = ModelConfig(49152, 576, 1536, 30, 9, 3, 64, 8192)
         (MeshShape(tensor=2), 1, "tensor 2 does not divide the target's heads 9", "tensor: 1"),
         (MeshShape(tensor=8), 1, "KV heads 3", "tensor: 3"),
         (MeshShape(data=4), 6, "data 4 does not divide the target's batch size 6", "data: 3"),
-        (MeshShape(data=2, fsdp=2), 6, "data x fsdp = 4", "fsdp: 1"),
+        (MeshShape(data=2, fsdp=2), 6, "data x fsdp = 4", "{data: 1, fsdp: 2, tensor: 1}"),
     ],
 )
 def test_illegal_meshes_name_the_nearest_legal_one(shape, batch_size, complaint, nearest):
