@@ -197,6 +197,7 @@ def loop(bug=None):
         return decoding, decode(*decoding, MIXED, CAPACITY, CHUNK, eos=[2], rows=BATCH)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["coupled-tree", "deterministic-chain"])
 def test_emitted_texts_follow_the_targets_distribution(kind):
     decoding = loop()[0] if kind == "coupled-tree" else PAIR.decoding(StaticTree.chain(2), coupled=False)
@@ -206,6 +207,7 @@ def test_emitted_texts_follow_the_targets_distribution(kind):
         assert mean_acceptance > 1.2  # else nothing has been tested
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bug", [favour_drafts, shift_noise])
 def test_the_test_sees_a_planted_bias(bug):
     counts, _ = emitted(loop(bug)[0], SamplingParams())
