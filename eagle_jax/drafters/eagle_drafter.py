@@ -113,8 +113,10 @@ class EagleDrafter:
             positions,
         )
         last = jnp.take_along_axis(hidden, jnp.maximum(seen.count - 1, 0)[:, None, None], axis=1)[:, 0]
+        # Known to XLA only after the head has read its cache, which it would copy otherwise (see `decoding.step`).
+        start = seen.start + jnp.minimum(jnp.argmax(last, axis=-1).astype(jnp.int32), 0)  # adds 0
         return EagleState(
-            state.cache.commit([rows], seen.start),
+            state.cache.commit([rows], start),
             jnp.where((seen.count > 0)[:, None], last, state.hidden),
         )
 
