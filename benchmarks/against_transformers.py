@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     baseline = llm.baseline()
 
     with tempfile.TemporaryDirectory() as folder:
-        convert(config.model, Path(folder) / "model", "hf", "float32")
+        convert(config.model, Path(folder) / "model", "hf", dtype="float32")
         reference = transformers.AutoModelForCausalLM.from_pretrained(
             Path(folder) / "model", dtype=torch.float32
         )

@@ -161,10 +161,8 @@ def _ban(logits, stop_ids, where):
 def truncate(logits: Float[Array, "B N V"], sampling: RowSampling) -> Float[Array, "B N V"]:
     """Min-p, top-k and top-p on tempered logits: what falls out becomes −inf.
 
-    Instead of sorting the vocabulary, the cut is found by bisection over the bit patterns of the
-        probabilities: 31
-    masked sums give the exact threshold. Tokens that tie with the last one kept are kept. Skipped when no row
-    asks.
+    Instead of sorting the vocabulary, the cut is found by bisection over the bit patterns of the probabilities: 31
+    masked sums give the exact threshold. Tokens that tie with the last one kept are kept. Skipped when no row asks.
     """
     return jax.lax.cond(jnp.any(sampling.truncates), lambda x: _truncate(x, sampling), lambda x: x, logits)
 

@@ -67,3 +67,15 @@ def select_rows(
     """The rows of tree nodes `index`, for every layer: the accepted path, ready to be committed."""
     gather = index[:, :, None, None]
     return [(jnp.take_along_axis(k, gather, axis=1), jnp.take_along_axis(v, gather, axis=1)) for k, v in rows]
+
+
+def after_reads(start: Int[Array, " B"], computed: Int[Array, " B"]) -> Int[Array, " B"]:
+    """`start`, known to XLA only once `computed` is.
+
+    New rows may be known before all of the pass has read the cache, and XLA then copies every buffer rather than write
+    over what is still to be read. Waiting for a result of the pass makes all reads come first.
+
+    Args:
+        computed: never negative, and not known before the pass has ended; such as the choices made from it.
+    """
+    return start + jnp.minimum(computed, 0)

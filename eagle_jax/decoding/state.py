@@ -18,7 +18,10 @@ RUNNING, STOPPED, LENGTH, CANCELLED = 0, 1, 2, 3  # values of `DecodeState.finis
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Logprobs:
-    """Log-probabilities of the raw logits, by absolute position of the token."""
+    """Log-probabilities of the raw logits: of the chosen tokens, and the k best.
+
+    The second axis is the token's absolute position in a `DecodeState`, its place in the step in a step's result.
+    """
 
     chosen: Float[Array, "B S"]
     top_ids: Int[Array, "B S k"]
@@ -68,23 +71,13 @@ class DecodeState:
         return self.lengths - self.prompt_lengths
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class TokenLogprobs:
-    """`Logprobs` of the tokens of one step."""
-
-    chosen: Float[Array, "B D1"]
-    top_ids: Int[Array, "B D1 k"]
-    top: Float[Array, "B D1 k"]
-
-
 def emit(
     state: DecodeState,
     tokens: Int[Array, "B D1"],
     count: Int[Array, " B"],
     active: Bool[Array, " B"],
     sampling: RowSampling,
-    logprobs: TokenLogprobs | None = None,
+    logprobs: Logprobs | None = None,
 ) -> tuple[DecodeState, Int[Array, " B"]]:
     """Appends up to `count` tokens to the active rows, cut at the first stop token and at the maximum length.
 
@@ -106,7 +99,7 @@ def emit(
     drafted = jnp.broadcast_to(index + 1 < count[:, None], tokens.shape)
     if logprobs is not None and state.logprobs is not None:
         written = jax.tree.map(
-            lambda buffer, new: write_rows(buffer, new, state.lengths), state.logprobs, _as(logprobs)
+            lambda buffer, new: write_rows(buffer, new, state.lengths), state.logprobs, logprobs
         )
     else:
         written = state.logprobs
@@ -122,10 +115,6 @@ def emit(
         ),
         emitted,
     )
-
-
-def _as(logprobs: TokenLogprobs) -> Logprobs:
-    return Logprobs(logprobs.chosen, logprobs.top_ids, logprobs.top)
 
 
 def write_rows(

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from eagle_jax.caches.contiguous import select_rows
-from eagle_jax.decoding.state import DecodeState, TokenLogprobs, emit, write_rows
+from eagle_jax.caches.contiguous import after_reads, select_rows
+from eagle_jax.decoding.state import DecodeState, Logprobs, emit, write_rows
 from eagle_jax.decoding.verification import follow_target
 from eagle_jax.draft_tree import DraftTree
 from eagle_jax.drafters.protocol import Context, Drafter, Seen
@@ -61,7 +61,7 @@ def step(spec: Decoding, params: DecodeParams, state: DecodeState, sampling: Row
 
     # Accept the path that follows the target's own choices; commit its rows and emit its tokens.
     accepted = follow_target(tree, choices, depth)
-    cache = state.cache.commit(select_rows(out.rows, accepted.path), _after(start, choices))
+    cache = state.cache.commit(select_rows(out.rows, accepted.path), after_reads(start, choices[:, 0]))
     logprobs = token_logprobs(spec.num_logprobs, logits, accepted.path, accepted.tokens)
     state, emitted = emit(state, accepted.tokens, accepted.count, active, sampling, logprobs)
 
@@ -75,16 +75,6 @@ def step(spec: Decoding, params: DecodeParams, state: DecodeState, sampling: Row
         cache=cache,
         drafter=drafter.absorb(params.drafter, drafter_state, seen),
     )
-
-
-def _after(start: Int[Array, " B"], choices: Int[Array, "B N"]) -> Int[Array, " B"]:
-    """`start`, known to XLA only once the choices are.
-
-    The cache may be written as soon as its new rows are known, which in plain decoding is before later layers
-    have read theirs; XLA then copies every buffer to be safe. Waiting for the choices makes all reads come
-    first.
-    """
-    return start + jnp.minimum(choices[:, 0], 0)  # choices are never negative
 
 
 def choose(
@@ -110,14 +100,14 @@ def _argmax(scores: Float[Array, "B N V"]) -> Int[Array, "B N"]:
 
 def token_logprobs(
     count: int | None, logits: Float[Array, "B N V"], path: Int[Array, "B D1"], tokens: Int[Array, "B D1"]
-) -> TokenLogprobs | None:
+) -> Logprobs | None:
     """Log-probabilities of the raw logits for the tokens chosen along a path; None unless asked for."""
     if count is None:
         return None
     rows = jax.nn.log_softmax(jnp.take_along_axis(logits, path[:, :, None], axis=1), axis=-1)
     top, top_ids = jax.lax.top_k(rows, count)
     chosen = jnp.take_along_axis(rows, tokens[:, :, None], axis=2)[:, :, 0]
-    return TokenLogprobs(chosen, top_ids, top)
+    return Logprobs(chosen, top_ids, top)
 
 
 def prefill_chunk(
@@ -151,6 +141,6 @@ def prefill_chunk(
     seen = Seen(state.history, starts, count, out.taps)
     return replace(
         state,
-        cache=state.cache.commit(out.rows, _after(starts, first)),
+        cache=state.cache.commit(out.rows, after_reads(starts, first[:, 0])),
         drafter=drafter.absorb(params.drafter, state.drafter, seen),
     )

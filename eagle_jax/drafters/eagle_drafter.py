@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from eagle_jax.caches.contiguous import ContiguousCache
+from eagle_jax.caches.contiguous import ContiguousCache, after_reads
 from eagle_jax.draft_tree import DraftTree, Tree
 from eagle_jax.drafters.eagle import EagleHead
 from eagle_jax.drafters.eagle3 import Eagle3Head
@@ -113,8 +113,7 @@ class EagleDrafter:
             positions,
         )
         last = jnp.take_along_axis(hidden, jnp.maximum(seen.count - 1, 0)[:, None, None], axis=1)[:, 0]
-        # Known to XLA only after the head has read its cache, which it would copy otherwise (see `decoding.step`).
-        start = seen.start + jnp.minimum(jnp.argmax(last, axis=-1).astype(jnp.int32), 0)  # adds 0
+        start = after_reads(seen.start, jnp.argmax(last, axis=-1).astype(jnp.int32))
         return EagleState(
             state.cache.commit([rows], start),
             jnp.where((seen.count > 0)[:, None], last, state.hidden),
