@@ -1,4 +1,4 @@
-"""Time products of M rows with a small model's weights on this CPU: XLA's and eagle_jax.models.cpu_matmul's.
+"""Time products of M rows with a small model's weights on this CPU: XLA's and eagle_jax.models.cpu's.
 
     python benchmarks/cpu_matmul.py --rows 1 4 8 --layers 24
 
@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from eagle_jax.models import cpu_matmul
+from eagle_jax.models import cpu
+from eagle_jax.models.cpu.matmul import matmul
 
 
 def xla_matmul(x, weight):
@@ -56,7 +57,7 @@ def table(
     key = jax.random.key(0)
     weights = [jax.random.normal(jax.random.fold_in(key, i), s, jnp.float32) for i, s in enumerate(shapes)]
     weights = {dtype: [w.astype(dtype) for w in weights] for dtype in dtypes}
-    xla, kernel = chain(xla_matmul), chain(cpu_matmul.matmul)
+    xla, kernel = chain(xla_matmul), chain(matmul)
     names = ["xla float32", *(f"kernel {dtype}" for dtype in dtypes)]
     print(f"\n{title}: milliseconds (and price against xla float32)")
     print("rows  " + "".join(f"{name:>22}" for name in names), flush=True)
@@ -94,7 +95,7 @@ def main() -> None:
     )
     parser.add_argument("--repeats", type=int, default=15)
     options = parser.parse_args()
-    if not cpu_matmul.supported():
+    if not cpu.supported():
         parser.error("the kernel does not run here: it needs a CPU backend and `pip install numba`")
     if "float32" not in options.dtypes:
         options.dtypes.insert(0, "float32")

@@ -25,7 +25,7 @@ from eagle_jax import LLM, SamplingParams
 from eagle_jax.config import load_config
 from eagle_jax.decoding.step import DecodeParams
 from eagle_jax.drafters.protocol import Context, Seen
-from eagle_jax.models.matmul import products_for
+from eagle_jax.models.kernels import kernels_for
 from eagle_jax.sampling import gumbel_noise
 
 
@@ -35,66 +35,72 @@ def read_prompts(path: Path, count: int) -> list[str]:
     return [row["turns"][0] if "turns" in row else row["prompt"] for row in rows[:count]]
 
 
+REPEAT = 10  # runs of a part in one call, so that the call itself does not count
+
+
 def pieces(llm: LLM, prompt: Any, params: SamplingParams) -> dict[str, Callable[[], Any]]:
-    """The parts of one step, each a call of a function jitted alone."""
+    """The parts of one step: each a function jitted alone, which runs it `REPEAT` times in a loop on the device."""
     _, rows = llm._rows([prompt], params)
     generator, state, sampling, _ = llm._start(rows)
     state = generator.run(llm.params, state, sampling, max_steps=8)
     drafter, target = llm.drafter, llm.loaded.target
     vocab_size = target.config.vocab_size
 
-    def jitted(function: Callable[..., Any]) -> Callable[..., Any]:
-        def traced(*args: Any) -> Any:
-            with products_for(llm.mesh):
-                return function(*args)
+    def repeated(part: Callable[..., Any]) -> Callable[..., Any]:
+        def loop(*args: Any) -> Any:
+            with kernels_for(llm.mesh):
+                # A run needs the result of the one before it, in a way that changes nothing, so none can be left out.
+                first = part(jnp.int32(0), *args)
+                return jax.lax.fori_loop(1, REPEAT, lambda _, last: part(_nothing(last), *args), first)
 
-        return jax.jit(traced)
+        return jax.jit(loop)
 
-    @jitted
-    def propose(params: DecodeParams, state: Any, sampling: Any) -> Any:
-        positions = state.lengths[:, None] + jnp.arange(drafter.max_depth + 1)
+    def propose(zero: Any, params: DecodeParams, state: Any, sampling: Any) -> Any:
+        lengths = state.lengths + zero
+        positions = lengths[:, None] + jnp.arange(drafter.max_depth + 1)
         noise = gumbel_noise(sampling, positions, vocab_size)
-        context = Context(state.history, state.lengths, sampling, noise, state.presence)
-        return drafter.propose(params.drafter, state.drafter, context)
+        hidden = jax.tree.map(lambda x: x + zero.astype(x.dtype) if x.ndim == 2 else x, state.drafter)
+        context = Context(state.history, lengths, sampling, noise, state.presence)
+        return drafter.propose(params.drafter, hidden, context)[1]
 
-    @jitted
-    def verify(params: DecodeParams, state: Any, tree: Any) -> Any:
+    def verify(zero: Any, params: DecodeParams, state: Any, tree: Any) -> Any:
         model = target.bind(params.target)
         start = state.lengths - 1
-        out = model(tree.tokens, start[:, None] + tree.depths, state.cache, start, tree.mask, drafter.taps)
+        tokens = tree.tokens + zero
+        out = model(tokens, start[:, None] + tree.depths, state.cache, start, tree.mask, drafter.taps)
         return jnp.argmax(model.logits(out.hidden), axis=-1), out.taps, out.rows
 
-    @jitted
-    def absorb(params: DecodeParams, state: Any, taps: Any) -> Any:
+    def absorb(zero: Any, params: DecodeParams, state: Any, taps: Any) -> Any:
         count = jnp.ones_like(state.lengths)
-        seen = Seen(state.history, state.lengths - 1, count, taps[:, : drafter.max_depth + 1])
-        return drafter.absorb(params.drafter, state.drafter, seen)
+        seen = Seen(state.history + zero, state.lengths - 1, count, taps[:, : drafter.max_depth + 1])
+        return drafter.absorb(params.drafter, state.drafter, seen).hidden
 
-    _, tree = propose(llm.params, state, sampling)
-    _, taps, _ = verify(llm.params, state, tree)
+    run_propose, run_verify, run_absorb = map(repeated, (propose, verify, absorb))
+    tree = run_propose(llm.params, state, sampling)
+    _, taps, _ = run_verify(llm.params, state, tree)
     return {
-        "propose": lambda: propose(llm.params, state, sampling),
-        "verify": lambda: verify(llm.params, state, tree),
-        "absorb": lambda: absorb(llm.params, state, taps),
+        "propose": lambda: run_propose(llm.params, state, sampling),
+        "verify": lambda: run_verify(llm.params, state, tree),
+        "absorb": lambda: run_absorb(llm.params, state, taps),
     }
 
 
-def milliseconds(call: Callable[[], Any], repeat: int) -> float:
-    """Mean time of a few calls in a row."""
-    begin = time.perf_counter()
-    for _ in range(repeat):
-        jax.block_until_ready(call())
-    return (time.perf_counter() - begin) / repeat * 1e3
+def _nothing(result: Any) -> jax.Array:
+    """Zero, in a way that the compiler cannot foresee."""
+    first = jax.tree.leaves(result)[0]
+    return jnp.minimum(jnp.nan_to_num(jnp.abs(first.ravel()[0]).astype(jnp.float32)), 0.0).astype(jnp.int32)
 
 
 def medians(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
-    """Median time of each call, measured in turns."""
+    """Median milliseconds of one run of each part, measured in turns."""
     for call in calls.values():
         jax.block_until_ready(call())
     times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):
         for name, call in calls.items():
-            times[name].append(milliseconds(call, 5))
+            begin = time.perf_counter()
+            jax.block_until_ready(call())
+            times[name].append((time.perf_counter() - begin) / REPEAT * 1e3)
     return {name: statistics.median(values) for name, values in times.items()}
 
 

@@ -21,6 +21,7 @@ from eagle_jax.drafters.eagle3 import Eagle3Head
 from eagle_jax.drafters.eagle_drafter import EagleParams
 from eagle_jax.drafters.head_config import HEAD_NAMES, HeadConfig, read_head_config
 from eagle_jax.models.config import ModelConfig
+from eagle_jax.models.cpu.pages import use_large_pages
 from eagle_jax.models.decoder import TARGET_NAMES, Target
 from eagle_jax.models.functional import Functional, ParameterSpec
 from eagle_jax.parallel.sharding import HEAD_RULES, TARGET_RULES, Rules, shardings
@@ -155,7 +156,9 @@ def fill(
         path: jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=placed[path])
         for path, spec in specs.items()
     }
-    return read_parameters(source, table, abstract, progress)
+    params = read_parameters(source, table, abstract, progress)
+    use_large_pages(params.values())
+    return params
 
 
 def read_parameters(

@@ -61,6 +61,10 @@ class RowSampling:
         """What logits are divided with: 1 in greedy rows, whose order a temperature would not change."""
         return jnp.where(self.greedy, 1.0, self.temperature)
 
+    def plain(self, generated: Int[Array, " B"]) -> Bool[Array, ""]:
+        """Whether every row takes the best of the logits as they are, with so many output tokens."""
+        return jnp.all(self.greedy & (self.repetition_penalty == 1.0) & (generated >= self.min_new_tokens))
+
 
 def gumbel_noise(
     sampling: RowSampling, positions: Int[Array, "B D1"], vocab_size: int
@@ -126,7 +130,7 @@ def process_draft(
     """
 
     def full(x):
-        seen = presence if token_ids is None else jnp.take(presence, token_ids, axis=1)
+        seen = presence if token_ids is None else jnp.take(presence, token_ids, axis=1, mode="clip")
         x = _penalize(x, sampling, jnp.broadcast_to(seen[:, None, :], x.shape))
         return _truncate(x / sampling.divisor[:, None, None], sampling)
 

@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Int
 from eagle_jax.caches.contiguous import ContiguousCache
 from eagle_jax.decoding.state import CANCELLED, RUNNING, DecodeState, Logprobs
 from eagle_jax.decoding.step import DecodeParams, Decoding, prefill_chunk, step
-from eagle_jax.models.matmul import products_for
+from eagle_jax.models.kernels import kernels_for
 from eagle_jax.parallel.sharding import Rules, shardings
 from eagle_jax.sampling import RowSampling
 
@@ -90,7 +90,7 @@ class Generator:
 
 
 def _for_mesh(mesh: Mesh, function: Callable[..., DecodeState], *args: Any, **kwargs: Any) -> DecodeState:
-    with products_for(mesh):
+    with kernels_for(mesh):
         return function(*args, **kwargs)
 
 

@@ -85,13 +85,13 @@ def choose(
     sampling: RowSampling,
 ) -> Int[Array, "B N"]:
     """The target's own choice at every node: argmax(log p + G), G = 0 in greedy rows."""
-    scores = process(logits, tree, state.presence, state.generated, sampling)
-    return jax.lax.cond(
-        jnp.all(sampling.greedy),
-        lambda s: _argmax(s),
-        lambda s: _argmax(s + jnp.take_along_axis(noise, tree.depths[:, :, None], axis=1)),
-        scores,
-    )
+
+    def chosen(logits):
+        scores = process(logits, tree, state.presence, state.generated, sampling)
+        return _argmax(scores + jnp.take_along_axis(noise, tree.depths[:, :, None], axis=1))
+
+    # Most batches are greedy and ask for nothing: theirs are the best logits, and no other pass over them is made.
+    return jax.lax.cond(sampling.plain(state.generated), _argmax, chosen, logits)
 
 
 def _argmax(scores: Float[Array, "B N V"]) -> Int[Array, "B N"]:

@@ -22,6 +22,7 @@ from eagle_jax.drafters.growth import Children, grow, rows_run
 from eagle_jax.drafters.head_config import HeadConfig
 from eagle_jax.drafters.protocol import Context, Seen
 from eagle_jax.models.functional import Functional, Params
+from eagle_jax.models.layers import embed
 from eagle_jax.sampling import process_draft
 
 Head = EagleHead | Eagle3Head
@@ -157,7 +158,7 @@ class EagleDrafter:
     def _embed(self, head: Head, params: EagleParams, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
         if head.embed_tokens is not None:
             return head.embed_tokens(tokens)
-        return jnp.take(params.embeddings, tokens, axis=0, mode="clip")
+        return embed(params.embeddings, tokens)
 
     def _rank(
         self, head: Head, params: EagleParams, hidden: Float[Array, "B F D"], context: Context, depth: Any
@@ -174,7 +175,12 @@ class EagleDrafter:
         )
         if self.coupled:
             noise = jax.lax.dynamic_index_in_dim(context.noise, depth, axis=1, keepdims=False)
-            logits = logits + (noise if token_ids is None else jnp.take(noise, token_ids, axis=1))[:, None, :]
+            logits = (
+                logits
+                + (noise if token_ids is None else jnp.take(noise, token_ids, axis=1, mode="clip"))[
+                    :, None, :
+                ]
+            )
         best, ids = jax.lax.top_k(logits, self.tree.max_rank)
         scores = best - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
-        return scores, ids if token_ids is None else jnp.take(token_ids, ids)
+        return scores, ids if token_ids is None else jnp.take(token_ids, ids, mode="clip")

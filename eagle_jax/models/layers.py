@@ -11,6 +11,10 @@ from jaxtyping import Array, Bool, Float, Int
 
 from eagle_jax.models.attention import attend
 from eagle_jax.models.config import ModelConfig
+from eagle_jax.models.cpu.embedding import embedding
+from eagle_jax.models.cpu.emit import KINDS
+from eagle_jax.models.cpu.norm import rms_norm
+from eagle_jax.models.kernels import cpu_kernels
 from eagle_jax.models.matmul import matmul, matmul_many
 from eagle_jax.models.rope import rotate
 
@@ -54,6 +58,8 @@ class RMSNorm(nnx.Module):
 
     def __call__(self, x: Float[Array, "*T D"]) -> Float[Array, "*T D"]:
         """x over its root mean square, times the weight."""
+        if cpu_kernels() and x.dtype.name in KINDS:
+            return rms_norm(x.reshape(-1, x.shape[-1]), self.weight[...], self.eps).reshape(x.shape)
         wide = x.astype(jnp.float32)
         wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
         return self.weight[...] * wide.astype(x.dtype)
@@ -67,7 +73,14 @@ class Embedding(nnx.Module):
 
     def __call__(self, tokens: Int[Array, "*T"]) -> Float[Array, "*T D"]:
         """The tokens' rows."""
-        return jnp.take(self.weight[...], tokens, axis=0, mode="clip")
+        return embed(self.weight[...], tokens)
+
+
+def embed(table: Float[Array, "V D"], tokens: Int[Array, "*T"]) -> Float[Array, "*T D"]:
+    """Rows of a table of embeddings."""
+    if cpu_kernels() and table.dtype.name in KINDS:
+        return embedding(table, tokens.reshape(-1)).reshape(*tokens.shape, -1)
+    return jnp.take(table, tokens, axis=0, mode="clip")
 
 
 class MLP(nnx.Module):

@@ -8,6 +8,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from eagle_jax.models.attention.xla import prefix_xla
+from eagle_jax.models.cpu.attention import attention as cpu_attention
+from eagle_jax.models.cpu.emit import KINDS
+from eagle_jax.models.kernels import cpu_kernels
 
 
 def attend(
@@ -35,15 +38,20 @@ def attend(
     B, T, H, d = q.shape
     K = keys.shape[2]
     G = H // K
+    first_visible = None
+    if window is not None:
+        first_visible = positions - window + 1
+        if key_positions is not None:
+            mask = mask & (key_positions[:, None, :] > positions[:, :, None] - window)
+    if cpu_kernels(B * T) and q.dtype.name in KINDS:
+        first = jnp.zeros((B, T), jnp.int32) if first_visible is None else first_visible
+        return cpu_attention(q, keys, values, mask, cache_keys, cache_values, lengths, first)
+
     # [B, T, K, G, d] -> [B, K, G * T, d]: the queries of a group share their KV head's rows.
     grouped = (q * (1.0 / math.sqrt(d))).astype(q.dtype).reshape(B, T, K, G, d)
     grouped = grouped.transpose(0, 2, 3, 1, 4).reshape(B, K, G * T, d)
-
-    first_visible = None
-    if window is not None:
-        first_visible = jnp.tile(positions - window + 1, (1, G))  # row g * T + t belongs to token t
-        if key_positions is not None:
-            mask = mask & (key_positions[:, None, :] > positions[:, :, None] - window)
+    if first_visible is not None:
+        first_visible = jnp.tile(first_visible, (1, G))  # row g * T + t belongs to token t
     prefix, prefix_lse = prefix_xla(grouped, cache_keys, cache_values, lengths, first_visible)
 
     scores = jnp.einsum("BKRd,BEKd->BKRE", grouped, keys, preferred_element_type=jnp.float32)

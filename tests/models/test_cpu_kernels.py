@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from jax import lax
 
-from eagle_jax.models import cpu_matmul
-from eagle_jax.models.cpu_matmul import MAX_ROWS, matmul, matmul_many
+from eagle_jax.models import cpu
+from eagle_jax.models.cpu import MAX_ROWS
+from eagle_jax.models.cpu.matmul import matmul, matmul_many
 
 DTYPES = ["float32", "bfloat16", "float16"]
 
@@ -15,7 +16,7 @@ DTYPES = ["float32", "bfloat16", "float16"]
 @pytest.fixture
 def kernel():
     pytest.importorskip("numba")
-    if not cpu_matmul.supported():
+    if not cpu.supported():
         pytest.skip("the kernel does not run on this machine")
 
 
@@ -133,7 +134,7 @@ def test_kernel_and_xla_agree(kernel, monkeypatch):
     ours = matmul(x, weight)
     assert "ffi_call" in traced(x, weight)
     monkeypatch.setenv("EAGLE_JAX_CPU_KERNEL", "0")
-    assert not cpu_matmul.supported()
+    assert not cpu.supported()
     assert "ffi_call" not in traced(x, weight)
     np.testing.assert_allclose(matmul(x, weight), ours, rtol=1e-5, atol=1e-4)
 
