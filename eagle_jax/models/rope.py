@@ -13,6 +13,9 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from eagle_jax.models.config import RopeConfig
+from eagle_jax.models.cpu.emit import KINDS
+from eagle_jax.models.cpu.rope import rotate as cpu_rotate
+from eagle_jax.models.kernels import cpu_kernels
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
@@ -91,6 +94,8 @@ def rotate(
     x: Float[Array, "B T H d"], cosines: Float[Array, "B T h"], sines: Float[Array, "B T h"]
 ) -> Float[Array, "B T H d"]:
     """Rotates the pairs (i, i + d/2), computed in float32 and returned in x's dtype."""
+    if cpu_kernels() and x.dtype.name in KINDS:
+        return cpu_rotate(x, cosines, sines)
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     cosines, sines = cosines[:, :, None, :], sines[:, :, None, :]
     rotated = jnp.concatenate([first * cosines - second * sines, second * cosines + first * sines], axis=-1)

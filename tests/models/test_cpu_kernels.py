@@ -1,3 +1,5 @@
+"""The CPU kernels: right for any shape and dtype, and the bits of a row its own affair."""
+
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
@@ -6,9 +8,15 @@ import numpy as np
 import pytest
 from jax import lax
 
-from eagle_jax.models import cpu
+from eagle_jax.models import cpu, rope
+from eagle_jax.models.attention import attend
 from eagle_jax.models.cpu import MAX_ROWS
+from eagle_jax.models.cpu.attention import attention
+from eagle_jax.models.cpu.embedding import embedding
 from eagle_jax.models.cpu.matmul import matmul, matmul_many
+from eagle_jax.models.cpu.norm import rms_norm
+from eagle_jax.models.cpu.pages import use_large_pages
+from eagle_jax.models.cpu.rope import rotate
 
 DTYPES = ["float32", "bfloat16", "float16"]
 
@@ -153,3 +161,194 @@ def test_operands_that_do_not_fit_are_refused():
         matmul(jnp.ones((2, 3)), jnp.ones((4, 5)))
     with pytest.raises(ValueError, match="expected weights in the dtype"):
         matmul(jnp.ones((2, 3)), jnp.ones((4, 3), jnp.bfloat16))
+
+
+# ---------------------------------------------------------------- attention
+
+ROUNDING = {"float32": 2e-6, "bfloat16": 2**-7, "float16": 2**-10}  # an ulp of values up to 2 and some
+
+
+def attention_case(B=2, T=4, H=6, K=2, d=64, E=6, S=70, dtype="float32", seed=0):
+    """Operands in which a token sees itself and a random choice of the rows before it; and their positions."""
+    rng = np.random.default_rng(seed)
+
+    def normal(*shape):
+        return rng.standard_normal(shape).astype(jnp.dtype(dtype))
+
+    mask = rng.random((B, T, E)) < 0.5
+    mask[:, np.arange(T), np.arange(E - T, E)] = True
+    lengths = rng.integers(0, S + 1, B).astype(np.int32)
+    operands = [normal(B, T, H, d), normal(B, E, K, d), normal(B, E, K, d), mask]
+    return [*operands, normal(B, K, S, d), normal(B, K, S, d), lengths]
+
+
+def dense_attention(q, keys, values, mask, cache_keys, cache_values, lengths, first):
+    """In float64, one token and head at a time."""
+    q, keys, values, cache_keys, cache_values = (
+        np.asarray(x, np.float64) for x in (q, keys, values, cache_keys, cache_values)
+    )
+    B, T, H, d = q.shape
+    output = np.zeros(q.shape)
+    for b, t, h in np.ndindex(B, T, H):
+        k = h // (H // keys.shape[2])
+        past = slice(max(first[b, t], 0), lengths[b])
+        seen_keys = np.concatenate([cache_keys[b, k, past], keys[b, mask[b, t], k]])
+        seen_values = np.concatenate([cache_values[b, k, past], values[b, mask[b, t], k]])
+        scores = seen_keys @ q[b, t, h] / np.sqrt(d)
+        weights = np.exp(scores - scores.max())
+        output[b, t, h] = weights / weights.sum() @ seen_values
+    return output
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "shape",
+    [
+        dict(B=1, T=1, H=9, K=3, E=1, S=256),
+        dict(B=3, T=5, H=8, K=1, d=80, E=9, S=64),
+        dict(B=1, T=7, H=4, K=4, d=128, E=7, S=33),
+        dict(B=2, T=3, H=6, K=2, d=7, E=3, S=40),
+        dict(B=2, T=2, H=2, K=1, d=20, E=5, S=3),
+    ],
+    ids=str,
+)
+def test_attention_is_right_for_any_shape(kernel, dtype, shape):
+    operands = attention_case(dtype=dtype, **shape)
+    for window in (None, 20):
+        first = np.zeros(operands[3].shape[:2], np.int32)
+        if window is not None:
+            first += operands[-1][:, None] + np.arange(shape["T"]) - window + 1
+        output = attention(*operands, first.astype(np.int32))
+        assert output.dtype == dtype
+        expected = dense_attention(*operands, first)
+        np.testing.assert_allclose(
+            np.asarray(output, np.float64), expected, rtol=ROUNDING[dtype], atol=ROUNDING[dtype]
+        )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_attention_of_a_node_is_that_of_a_step_of_its_own(kernel, dtype):
+    """A tree of two branches against steps of one token, each with its ancestors in the cache."""
+    q, keys, values, _, cache_keys, cache_values, _ = attention_case(B=1, T=6, E=6, S=90, dtype=dtype)
+    parents = [-1, 0, 0, 1, 3, 2]
+    paths = []
+    for node, parent in enumerate(parents):
+        paths.append([*(paths[parent] if parent >= 0 else []), node])
+    mask = np.zeros((1, 6, 6), bool)
+    for node, path in enumerate(paths):
+        mask[0, node, path] = True
+    step = jax.jit(attention)
+    for length, first in [(0, 0), (17, 0), (80, 0), (80, 41)]:
+        lengths, starts = np.full(1, length, np.int32), np.full((1, 6), first, np.int32)
+        tree = step(q, keys, values, mask, cache_keys, cache_values, lengths, starts)
+        for node, path in enumerate(paths):
+            committed, own = np.array(cache_keys), np.array(cache_values)
+            for i, ancestor in enumerate(path[:-1]):
+                committed[:, :, length + i] = keys[:, ancestor]
+                own[:, :, length + i] = values[:, ancestor]
+            one = slice(node, node + 1)
+            lengths = np.full(1, length + len(path) - 1, np.int32)
+            alone = step(
+                q[:, one],
+                keys[:, one],
+                values[:, one],
+                np.ones((1, 1, 1), bool),
+                committed,
+                own,
+                lengths,
+                starts[:, :1],
+            )
+            np.testing.assert_array_equal(bits(alone)[0, 0], bits(tree)[0, node])
+
+
+def test_attention_bits_do_not_depend_on_threads(kernel):
+    operands = attention_case(B=4, T=4, H=9, K=3, S=700)
+    run = jax.jit(attention)
+    first = np.zeros((4, 4), np.int32)
+    expected = bits(run(*operands, first))
+    for _ in range(20):
+        np.testing.assert_array_equal(bits(run(*operands, first)), expected)
+    for b in range(4):
+        alone = run(*(x[b : b + 1] for x in (*operands, first)))
+        np.testing.assert_array_equal(bits(alone)[0], expected[b])
+
+
+def test_attention_passes_on_what_is_not_a_number(kernel):
+    q, *rest = attention_case(B=1, T=2, S=8)
+    q[0, 1, 0, 3] = np.nan
+    output = np.asarray(attention(q, *rest, np.zeros((1, 2), np.int32)))
+    assert np.isnan(output[0, 1, 0]).all()
+    assert np.isfinite(output[0, 0]).all()
+    assert np.isfinite(output[0, 1, 1:]).all()
+
+
+def test_models_use_the_kernels_for_one_cpu_only(kernel):
+    from eagle_jax.models.kernels import kernels_for
+    from eagle_jax.parallel.mesh import MeshShape, make_mesh
+
+    operands = attention_case(B=1, T=2, E=2)
+    positions = operands[-1][:, None] + np.arange(2)
+
+    def traced(shape):
+        with kernels_for(make_mesh(shape)):
+            return str(jax.make_jaxpr(lambda *a: attend(*a, positions))(*operands))  # not traced before
+
+    assert "ffi_call" in traced(MeshShape())
+    assert "ffi_call" not in traced(MeshShape(data=2))
+    assert "ffi_call" not in str(jax.make_jaxpr(lambda *a: attend(*a, positions))(*operands))
+
+
+# ---------------------------------------------------------------- norm, rope, embeddings
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 576), (3, 577), (7, 5), (150, 1000)])
+def test_norm_is_right_for_any_shape(kernel, dtype, shape):
+    rng = np.random.default_rng(0)
+    x, weight = (3 * rng.standard_normal(s).astype(jnp.dtype(dtype)) for s in (shape, shape[1:]))
+    wide = np.asarray(x, np.float64)
+    normed = wide / np.sqrt((wide**2).mean(axis=-1, keepdims=True) + 1e-5)
+    output = rms_norm(x, weight, 1e-5)
+    assert output.dtype == dtype
+    np.testing.assert_allclose(
+        np.asarray(output, np.float64),
+        normed * np.asarray(weight, np.float64),
+        rtol=2 * ROUNDING[dtype],
+        atol=1e-6,
+    )
+    for row in (0, shape[0] - 1):
+        np.testing.assert_array_equal(bits(rms_norm(x[row : row + 1], weight, 1e-5))[0], bits(output)[row])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 3, 9, 64), (2, 5, 3, 20), (1, 1, 1, 2), (1, 200, 9, 80)])
+def test_rotation_is_that_of_the_plain_code(kernel, dtype, shape):
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal(shape).astype(jnp.dtype(dtype))
+    angles = rng.standard_normal((*shape[:2], shape[3] // 2)).astype(np.float32)
+    output = rotate(x, np.cos(angles), np.sin(angles))
+    expected = rope.rotate(jnp.asarray(x), np.cos(angles), np.sin(angles))
+    assert output.dtype == dtype
+    np.testing.assert_allclose(
+        np.asarray(output, np.float64),
+        np.asarray(expected, np.float64),
+        rtol=ROUNDING[dtype],
+        atol=ROUNDING[dtype],
+    )
+    last = rotate(x[:, -1:], np.cos(angles[:, -1:]), np.sin(angles[:, -1:]))
+    np.testing.assert_array_equal(bits(last), bits(output)[:, -1:])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_embeddings_are_rows_of_the_table(kernel, dtype):
+    table = np.random.default_rng(0).standard_normal((11, 37)).astype(jnp.dtype(dtype))
+    tokens = np.asarray([3, 0, 10, 3, -1, 11], np.int32)
+    np.testing.assert_array_equal(bits(embedding(table, tokens)), bits(table[[3, 0, 10, 3, 0, 10]]))
+
+
+def test_large_pages_change_no_value():
+    table = np.random.default_rng(0).standard_normal((3000, 1000)).astype(np.float32)
+    arrays = [jnp.asarray(table), jnp.asarray(table[:7]), jnp.asarray(table[:2500])]
+    use_large_pages(arrays)
+    for array, rows in zip(arrays, (3000, 7, 2500), strict=True):
+        np.testing.assert_array_equal(array, table[:rows])

@@ -26,7 +26,7 @@ from eagle_jax.models.cpu.ffi import (
 )
 from eagle_jax.models.cpu.matmul import products
 
-_HELPER_PRODUCTS = 200_000  # multiplications that are worth waking one more thread
+_HELPER_PRODUCTS = 40_000  # multiplications that are worth waking one more thread
 
 _WORDS = 16  # of the job, after its head
 (_Q, _KEYS, _VALUES, _CACHE_KEYS, _CACHE_VALUES, _LENGTHS, _MASK, _FIRST, _SCALE, _OUT) = range(

@@ -274,6 +274,50 @@ class Emit:
         mask = self.ir.Constant(bits.type, [0xFFFF0000] * lanes if lanes else 0xFFFF0000)
         return self.b.bitcast(self.b.and_(bits, mask), value.type)
 
+    def rotate(self, x, cosines, sines, y, half):
+        """Rotates the pairs (i, i + half) of 2 * half elements by angles of float32 cosines and sines."""
+        from numba.core import cgutils
+
+        f32s = self.vector(self.f32)
+        whole = self.b.and_(half, self.i64(-self.lanes))
+
+        def turned(first, second, cosine, sine):
+            return (
+                self.b.fsub(self.b.fmul(first, cosine), self.b.fmul(second, sine)),
+                self.b.fadd(self.b.fmul(second, cosine), self.b.fmul(first, sine)),
+            )
+
+        def places(base, i):
+            return self.at(base, (i, self.width)), self.at(base, (i, self.width), (half, self.width))
+
+        with cgutils.for_range_slice(self.b, self.i64(0), whole, self.i64(self.lanes), self.i64) as (i, _):
+            angle = [self.load(self.at(table, (i, 4)), f32s) for table in (cosines, sines)]
+            for value, place in zip(turned(*map(self.row, places(x, i)), *angle), places(y, i), strict=True):
+                self.store_row(value, place)
+        with cgutils.for_range_slice(self.b, whole, half, self.i64(1), self.i64) as (i, _):
+            angle = [self.load(self.at(table, (i, 4)), self.f32) for table in (cosines, sines)]
+            values = turned(*map(self.widened_one, places(x, i)), *angle)
+            for value, place in zip(values, places(y, i), strict=True):
+                self.store(self.narrowed(value), place, self.width)
+
+    def row(self, address):
+        """One vector of float32 from as many elements, in their order (`widened` has another for bfloat16)."""
+        if self.kind == "bf16":
+            halves = self.b.zext(self.load(address, self.vector(self.i16), align=2), self.vector(self.i32))
+            shift = self.ir.Constant(halves.type, [16] * self.lanes)
+            return self.b.bitcast(self.b.shl(halves, shift), self.vector(self.f32))
+        return self.widened(address, 0)
+
+    def store_row(self, value, address):
+        """Store what `row` reads."""
+        if self.kind == "bf16":
+            bits = self.rounded(value)
+            bits = self.b.lshr(bits, self.ir.Constant(bits.type, [16] * self.lanes))
+            value = self.b.trunc(bits, self.vector(self.i16))
+        elif self.kind == "f16":
+            value = self.b.fptrunc(value, self.vector(self.ir.HalfType()))
+        self.store(value, address, self.width)
+
     def copy(self, to, source, size):
         """Copies bytes."""
         pointer = self.ir.IntType(8).as_pointer()
