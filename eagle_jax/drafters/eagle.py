@@ -10,10 +10,10 @@ from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from eagle_jax.drafters.head_config import HeadConfig
-from eagle_jax.models.layers import MLP, Attention, Embedding, Linear, RMSNorm, Rows
+from eagle_jax.models.layers import MLP, Angles, Attend, Attention, Embedding, Linear, RMSNorm, Rows
 from eagle_jax.models.matmul import matmul
 from eagle_jax.models.rope import rotary
 
@@ -27,9 +27,11 @@ class EagleLayer(nnx.Module):
         self.post_attention_layernorm = RMSNorm(model.hidden_size, model.rms_norm_eps, dtype)
         self.mlp = MLP(model, dtype)
 
-    def __call__(self, x: Float[Array, "B T D"], *attention: Any) -> tuple[Float[Array, "B T D"], Rows]:
-        """Arguments after x are those of `Attention`."""
-        attended, rows = self.self_attn(x, *attention)
+    def __call__(
+        self, x: Float[Array, "B T D"], rotary: Angles, attend: Attend
+    ) -> tuple[Float[Array, "B T D"], Rows]:
+        """See `DecoderLayer`."""
+        attended, rows = self.self_attn(x, rotary, attend)
         x = x + attended
         return x + self.mlp(self.post_attention_layernorm(x)), rows
 
@@ -54,8 +56,8 @@ class EagleHead(nnx.Module):
         self,
         embeddings: Float[Array, "B T D"],
         features: Float[Array, "B T D"],
-        positions: Any,
-        *attention: Any,
+        positions: Int[Array, "B T"],
+        attend: Attend,
     ) -> tuple[Float[Array, "B T D"], Rows]:
         """Predicted features and the rows' keys and values."""
         if self.embedding_layernorm is not None and self.hidden_states_layernorm is not None:
@@ -63,7 +65,7 @@ class EagleHead(nnx.Module):
             features = self.hidden_states_layernorm(features)
         x = self.fc(jnp.concatenate([embeddings, features.astype(embeddings.dtype)], axis=-1))
         angles = rotary(self.config.model.rope, self.config.model.head_dim, positions)
-        return self.layers[0](x, angles, *attention)
+        return self.layers[0](x, angles, attend)
 
     def logits(
         self, hidden: Float[Array, "*T D"], output_weight: Float[Array, "V D"]

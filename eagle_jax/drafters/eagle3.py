@@ -14,7 +14,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from eagle_jax.drafters.head_config import HeadConfig
-from eagle_jax.models.layers import MLP, Attention, Embedding, Linear, RMSNorm, Rows
+from eagle_jax.models.layers import MLP, Angles, Attend, Attention, Embedding, Linear, RMSNorm, Rows
 from eagle_jax.models.matmul import matmul
 from eagle_jax.models.rope import rotary
 
@@ -33,13 +33,17 @@ class Eagle3Layer(nnx.Module):
         self.norm_before_residual = config.norm_before_residual
 
     def __call__(
-        self, embeddings: Float[Array, "B T D"], hidden: Float[Array, "B T D"], *attention: Any
+        self,
+        embeddings: Float[Array, "B T D"],
+        hidden: Float[Array, "B T D"],
+        rotary: Angles,
+        attend: Attend,
     ) -> tuple[Float[Array, "B T D"], Rows]:
-        """Arguments after the inputs are those of `Attention`."""
+        """See `DecoderLayer`."""
         normed = self.hidden_norm(hidden)
         residual = normed if self.norm_before_residual else hidden
         attended, rows = self.self_attn(
-            jnp.concatenate([self.input_layernorm(embeddings), normed], axis=-1), *attention
+            jnp.concatenate([self.input_layernorm(embeddings), normed], axis=-1), rotary, attend
         )
         x = residual + attended
         return x + self.mlp(self.post_attention_layernorm(x)), rows
@@ -82,12 +86,12 @@ class Eagle3Head(nnx.Module):
         self,
         embeddings: Float[Array, "B T D"],
         hidden: Float[Array, "B T D"],
-        positions: Any,
-        *attention: Any,
+        positions: Int[Array, "B T"],
+        attend: Attend,
     ) -> tuple[Float[Array, "B T D"], Rows]:
         """The state that is fed back (and that `logits` takes), and the rows' keys and values."""
         angles = rotary(self.config.model.rope, self.config.model.head_dim, positions)
-        out, rows = self.layers[0](embeddings, hidden.astype(embeddings.dtype), angles, *attention)
+        out, rows = self.layers[0](embeddings, hidden.astype(embeddings.dtype), angles, attend)
         return (self.norm(out) if self.config.norm_output else out), rows
 
     def logits(self, hidden: Float[Array, "*T D"], output_weight: Any = None) -> Float[Array, "*T Vd"]:

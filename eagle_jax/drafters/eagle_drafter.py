@@ -21,6 +21,7 @@ from eagle_jax.drafters.eagle3 import Eagle3Head
 from eagle_jax.drafters.growth import Children, grow, rows_run
 from eagle_jax.drafters.head_config import HeadConfig
 from eagle_jax.drafters.protocol import Context, Seen
+from eagle_jax.models.attention import OverCache
 from eagle_jax.models.functional import Functional, Params
 from eagle_jax.models.layers import embed
 from eagle_jax.sampling import process_draft
@@ -108,10 +109,7 @@ class EagleDrafter:
             self._embed(head, params, tokens),
             head.fuse(seen.taps),
             positions,
-            state.cache.layer(0),
-            seen.start,
-            causal,
-            positions,
+            OverCache(state.cache.layer(0), seen.start, causal, positions),
         )
         last = jnp.take_along_axis(hidden, jnp.maximum(seen.count - 1, 0)[:, None, None], axis=1)[:, 0]
         start = after_reads(seen.start, jnp.argmax(last, axis=-1).astype(jnp.int32))
@@ -139,12 +137,7 @@ class EagleDrafter:
                 self._embed(head, params, tokens),
                 hidden,
                 positions,
-                state.cache.layer(0),
-                stable,
-                mask,
-                positions,
-                None,
-                memory,
+                OverCache(state.cache.layer(0), stable, mask, positions, earlier=memory),
             )
             memory = tuple(
                 jax.lax.dynamic_update_slice_in_dim(buffer, new.astype(buffer.dtype), first_row, axis=1)

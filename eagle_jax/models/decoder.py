@@ -16,6 +16,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from eagle_jax.caches.contiguous import ContiguousCache
+from eagle_jax.models.attention import OverCache
 from eagle_jax.models.config import ModelConfig
 from eagle_jax.models.functional import Functional, Params
 from eagle_jax.models.layers import DecoderLayer, Embedding, Linear, RMSNorm, Rows
@@ -82,8 +83,8 @@ class Decoder(nnx.Module):
         for index, layer in enumerate(self.layers):
             if index in taps:
                 captured[index] = x
-            window = config.windows[index]
-            x, layer_rows = layer(x, angles, cache.layer(index), lengths, mask, positions, window)
+            over = OverCache(cache.layer(index), lengths, mask, positions, config.windows[index])
+            x, layer_rows = layer(x, angles, over)
             rows.append(layer_rows)
         captured[config.num_layers] = x
         hidden = captured[FINAL_HIDDEN] = self.norm(x)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
-from eagle_jax.models.attention import attend
 from eagle_jax.models.config import ModelConfig
 from eagle_jax.models.cpu.embedding import embedding
 from eagle_jax.models.cpu.emit import KINDS
@@ -18,7 +18,11 @@ from eagle_jax.models.kernels import cpu_kernels
 from eagle_jax.models.matmul import matmul, matmul_many
 from eagle_jax.models.rope import rotate
 
-Rows = tuple[Float[Array, "B E K d"], Float[Array, "B E K d"]]  # keys and values of uncommitted tokens
+Rows = tuple[Float[Array, "B T K d"], Float[Array, "B T K d"]]  # keys and values of a pass's own tokens
+Angles = tuple[Float[Array, "B T h"], Float[Array, "B T h"]]  # cosines and sines
+Attend = Callable[
+    [Float[Array, "B T H d"], Float[Array, "B T K d"], Float[Array, "B T K d"]], Float[Array, "B T H d"]
+]
 
 
 class Linear(nnx.Module):
@@ -109,7 +113,7 @@ def activate(kind: str, x: Float[Array, "*T F"]) -> Float[Array, "*T F"]:
 
 
 class Attention(nnx.Module):
-    """Grouped-query attention over a committed cache and uncommitted rows; never writes the cache."""
+    """Grouped-query attention. Over what its queries go is the caller's to say."""
 
     def __init__(self, config: ModelConfig, dtype: Any, in_features: int | None = None):
         D, H, K, d = config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim
@@ -123,21 +127,13 @@ class Attention(nnx.Module):
         self.num_heads, self.num_kv_heads, self.head_dim = H, K, d
 
     def __call__(
-        self,
-        x: Float[Array, "B T I"],
-        rotary: tuple[Float[Array, "B T h"], Float[Array, "B T h"]],
-        cache: tuple[Float[Array, "B K S d"], Float[Array, "B K S d"]],
-        lengths: Int[Array, " B"],
-        mask: Bool[Array, "B T E"],
-        positions: Int[Array, "B T"],
-        window: int | None = None,
-        earlier: Rows | None = None,
+        self, x: Float[Array, "B T I"], rotary: Angles, attend: Attend
     ) -> tuple[Float[Array, "B T D"], Rows]:
-        """Returns the layer's output and the keys and values of x.
+        """The layer's output, and the keys and values of x.
 
         Args:
-            earlier: uncommitted rows of earlier passes (a draft tree's upper levels), standing before x's own
-                in `mask`'s last axis.
+            rotary: cosines and sines of the tokens' positions.
+            attend: from the rotated queries, keys and values of x to the weighted values; such as `OverCache`.
         """
         B, T, _ = x.shape
         q, k, v = project(x, self.q_proj, self.k_proj, self.v_proj)
@@ -147,23 +143,7 @@ class Attention(nnx.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotate(q, *rotary), rotate(k, *rotary)
-        keys, values = k, v
-        if earlier is not None:
-            keys, values = (
-                jnp.concatenate([old, own], axis=1) for old, own in zip(earlier, (k, v), strict=True)
-            )
-        output = attend(
-            q,
-            keys,
-            values,
-            mask,
-            *cache,
-            lengths,
-            positions,
-            window,
-            None if earlier is not None else positions,
-        )
-        return self.o_proj(output.reshape(B, T, -1)), (k, v)
+        return self.o_proj(attend(q, k, v).reshape(B, T, -1)), (k, v)
 
 
 class DecoderLayer(nnx.Module):
@@ -176,8 +156,10 @@ class DecoderLayer(nnx.Module):
         self.post_attention_layernorm = RMSNorm(D, eps, dtype)
         self.mlp = MLP(config, dtype)
 
-    def __call__(self, x: Float[Array, "B T D"], *attention: Any) -> tuple[Float[Array, "B T D"], Rows]:
-        """Arguments after x are those of `Attention`."""
-        attended, rows = self.self_attn(self.input_layernorm(x), *attention)
+    def __call__(
+        self, x: Float[Array, "B T D"], rotary: Angles, attend: Attend
+    ) -> tuple[Float[Array, "B T D"], Rows]:
+        """The residual stream after the layer, and its keys and values; see `Attention`."""
+        attended, rows = self.self_attn(self.input_layernorm(x), rotary, attend)
         x = x + attended
         return x + self.mlp(self.post_attention_layernorm(x)), rows

@@ -6,7 +6,7 @@ mask. Only the prefix part reads the cache, so only it is worth a kernel: a back
 `prefix_xla`'s signature.
 """
 
-from eagle_jax.models.attention.merge import attend
+from eagle_jax.models.attention.merge import OverCache, attend
 from eagle_jax.models.attention.xla import prefix_xla
 
-__all__ = ["attend", "prefix_xla"]
+__all__ = ["OverCache", "attend", "prefix_xla"]

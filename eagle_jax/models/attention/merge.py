@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -67,3 +69,39 @@ def attend(
     output = (new + prefix * prefix_weight[..., None]) / total[..., None]
     output = output.astype(q.dtype).reshape(B, K, G, T, d)
     return output.transpose(0, 3, 1, 2, 4).reshape(B, T, H, d)
+
+
+@dataclass(frozen=True)
+class OverCache:
+    """Attention of a pass's tokens over a committed cache and over uncommitted rows; never writes the cache.
+
+    Attributes:
+        cache: committed keys and values.
+        lengths: how many of them each sequence has.
+        mask: which uncommitted rows each token sees: those of `earlier`, then the pass's own.
+        positions: absolute positions of the tokens.
+        window: see `attend`.
+        earlier: uncommitted rows of earlier passes: a draft tree's upper levels.
+    """
+
+    cache: tuple[Float[Array, "B K S d"], Float[Array, "B K S d"]]
+    lengths: Int[Array, " B"]
+    mask: Bool[Array, "B T E"]
+    positions: Int[Array, "B T"]
+    window: int | None = None
+    earlier: tuple[Float[Array, "B F K d"], Float[Array, "B F K d"]] | None = None
+
+    def __call__(
+        self, q: Float[Array, "B T H d"], keys: Float[Array, "B T K d"], values: Float[Array, "B T K d"]
+    ) -> Float[Array, "B T H d"]:
+        """The weighted values for rotated queries and keys."""
+        key_positions: Any = self.positions
+        if self.earlier is not None:
+            keys, values = (
+                jnp.concatenate([old, own], axis=1)
+                for old, own in zip(self.earlier, (keys, values), strict=True)
+            )
+            key_positions = None
+        return attend(
+            q, keys, values, self.mask, *self.cache, self.lengths, self.positions, self.window, key_positions
+        )
