@@ -96,8 +96,11 @@ class Eagle3Head(nnx.Module):
 
     def logits(self, hidden: Float[Array, "*T D"], output_weight: Any = None) -> Float[Array, "*T Vd"]:
         """Next-token logits in the draft vocabulary, float32. The target's own head is not used."""
-        normed = hidden if self.config.norm_output else self.norm(hidden)
-        return matmul(normed, self.lm_head.weight[...], jnp.float32)
+        return matmul(self.normed(hidden), self.lm_head.weight[...], jnp.float32)
+
+    def normed(self, hidden: Float[Array, "*T D"]) -> Float[Array, "*T D"]:
+        """What the language-model head reads: the state that is fed back, normed once."""
+        return hidden if self.config.norm_output else self.norm(hidden)
 
     def token_ids(self) -> Int[Array, " Vd"] | None:
         """Target id of every draft id; None where the vocabularies are one."""
