@@ -45,7 +45,8 @@ def training_time_test(
         remat: recompute each step in the backward pass rather than keep what it computed.
     """
     embed = head.embed_tokens
-    hidden, first, later = head.fuse(taps), None, []
+    hidden, first = head.fuse(taps), None
+    later: list[Rows] = []
     outputs = []
 
     def run(hidden, shifted, offset, first, later):
