@@ -90,8 +90,11 @@ class Renderer:
             if answers and not after.startswith(text):
                 yield self._masked(conversation.id, text, answers)
                 answers = []
-            text = after
-            answers.append((len(before) + _inserted(after[len(before) :], message), len(after)))
+            text, end = after, len(after)
+            if message.get("unfinished"):  # cut off by a limit: the model never said that it was done
+                said = message["content"].rstrip()
+                end = after.rfind(said) + len(said)
+            answers.append((len(before) + _inserted(after[len(before) :], message), end))
         if answers:
             yield self._masked(conversation.id, text, answers)
         if not found:
