@@ -67,15 +67,16 @@ def test_a_folder_of_samples(data, tmp_path, capsys):
 
 
 def test_samples_are_cut(data, tmp_path, capsys):
-    folder = tmp_path / "out"
-    command = ["--model", MODEL, "--data", str(data), "--output", str(folder), "--valid", "0"]
-    assert main([*command, "--max-length", "34"]) == 0
-    assert "40 × cut to --max-length (kept)" in capsys.readouterr().out
-    assert {len(t) for t, _ in samples(folder, "train")} == {34}
+    command = ["--model", MODEL, "--data", str(data), "--valid", "0", "--limit", "9", "--output"]
+    assert main([*command, str(tmp_path / "whole")]) == 0
+    longest = max(len(t) for t, _ in samples(tmp_path / "whole", "train"))
+    folder = tmp_path / "cut"
+    assert main([*command, str(folder), "--max-length", str(longest - 2)]) == 0
+    assert "9 × cut to --max-length (kept)" in capsys.readouterr().out
+    assert {len(t) for t, _ in samples(folder, "train")} == {longest - 2}
     assert len(open_dataset(folder, "valid")) == 0
-    command[5] = str(tmp_path / "nothing")
-    assert main([*command, "--max-length", "20"]) == 2
-    assert "40 × nothing supervised" in capsys.readouterr().err
+    assert main([*command, str(tmp_path / "nothing"), "--max-length", "20"]) == 2
+    assert "9 × nothing supervised" in capsys.readouterr().err
 
 
 def test_show_prints_and_writes_nothing(data, tmp_path, capsys):
@@ -188,7 +189,7 @@ def test_answers_are_the_models_turn_by_turn(tmp_path):
     # The second question comes with the new answer before it.
     seen = len("/".join(m["content"] for m in first.messages[:3]))
     assert first.messages[3]["content"].startswith(f"<{seen} ")
-    assert [m["content"] for m in cut.messages][0] == "long one"
+    assert cut.messages[0]["content"] == "long one"
     assert len(cut.messages) == 2
     assert cut.messages[1]["unfinished"]
     assert text.text == "as it is"
