@@ -9,8 +9,6 @@ ARGS ?=
 
 # These environments have jax for CPUs only: say so, lest it warns about hardware that it finds.
 export JAX_PLATFORMS ?= cpu
-# Nor is torch among what a user needs; transformers would remark on it.
-export TRANSFORMERS_NO_ADVISORY_WARNINGS ?= 1
 
 VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)
 RUN := $(VENV)/bin/python -m

@@ -4,6 +4,7 @@
 command. Names are imported on first use, so that a command can explain itself without loading JAX.
 """
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,9 @@ if TYPE_CHECKING:
     from eagle_jax.llm import LLM
     from eagle_jax.outputs import CompletionOutput, RequestOutput, StreamChunk
     from eagle_jax.sampling_params import SamplingParams
+
+# transformers, of which tokenizers and configs are used, would say at import that it misses torch.
+os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
 _HOMES = {
     "LLM": "eagle_jax.llm",

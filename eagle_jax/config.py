@@ -52,6 +52,8 @@ __all__ = [
 
 # ----------------------------------------------------------------------------------------------- the contract
 
+MAX_DEPTH = 64  # of a tree: every level is a pass of the draft, and few are ever accepted
+
 
 def _check_rank_paths(value: Any) -> Any:
     """Accept a name, or rank paths in which every node's parent is a node too."""
@@ -69,6 +71,8 @@ def _check_rank_paths(value: Any) -> Any:
     for path in paths:
         if paths.count(path) > 1:
             raise ValueError(f"the path {list(path)} is listed twice")
+        if len(path) > MAX_DEPTH:
+            raise ValueError(f"the path {show(list(path))} is deeper than {MAX_DEPTH}")
         if path[:-1] and path[:-1] not in paths:
             raise ValueError(
                 f"the path {list(path)} hangs in the air: its parent {list(path[:-1])} is not listed"
@@ -93,7 +97,9 @@ class ChainConfig(Section):
     """A chain of drafts, each the draft's continuation of the one before."""
 
     kind: Literal["chain"] = "chain"
-    num_tokens: PositiveInt = Field(description="How many tokens to draft in each step.")
+    num_tokens: Annotated[PositiveInt, Field(le=MAX_DEPTH)] = Field(
+        description="How many tokens to draft in each step."
+    )
 
 
 class StaticConfig(Section):
@@ -114,7 +120,7 @@ class DynamicConfig(Section):
     total_tokens: Annotated[Int, Field(ge=2)] = Field(
         description="Nodes that the target verifies in a step, counting the root (the token already emitted)."
     )
-    depth: NaturalInt = Field(
+    depth: Annotated[NaturalInt, Field(lt=MAX_DEPTH)] = Field(
         description="Levels after the first: at most depth + 1 drafts can be accepted in a step. Each "
         "level costs a pass of the draft."
     )
@@ -378,7 +384,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         mark = error.problem_mark or error.context_mark
         place = f":{mark.line + 1}:{mark.column + 1}" if mark else ""
         raise ConfigError(f"{path}{place}: not valid YAML: {error.problem or error.context}") from None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, TypeError) as error:  # such as a month 99, or a list as a key
         raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
     if data is None:
         return {}
@@ -397,7 +403,7 @@ def _split_override(override: str) -> tuple[str, Any]:
         )
     try:
         return key, yaml.load(text, _Loader)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, TypeError) as error:
         problem = error.problem if isinstance(error, yaml.MarkedYAMLError) else error
         raise ConfigError(f"{key}: {text!r} is not valid YAML: {' '.join(str(problem).split())}") from None
 

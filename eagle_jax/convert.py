@@ -339,6 +339,10 @@ def write(checkpoint: Checkpoint, folder: Path, to: Format, files: Mapping[str, 
             save_safetensors(folder, tensors, checkpoint.config, extra_files=files, force=force)
     except OSError as error:
         raise ConfigError(f"{folder} cannot be written: {error.strerror or error}") from None
+    except EagleError:
+        raise
+    except ValueError as error:  # what TensorStore makes of a full disk
+        raise ConfigError(f"{folder} cannot be written: {str(error).splitlines()[0]}") from None
     finally:
         _remove(partial_folder(folder))
 
@@ -408,7 +412,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except EagleError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     size, count = sum(array.nbytes for array in checkpoint.params.values()), len(checkpoint.params)
     print(f"{args.dest}: {checkpoint.kind}, {count} parameters, {size / 2**20:.1f} MiB, {args.to}")

@@ -223,13 +223,14 @@ class RowWriter:
 
     def __exit__(self, *exception: object) -> None:
         if self._file is not None:
-            self._file.close()
+            with contextlib.suppress(OSError):  # said by `write`, which flushes
+                self._file.close()
 
     def write(self, rows: Sequence[Row]) -> None:
-        """Append a batch's rows; when this returns they are in the file."""
+        """Append a batch's rows; when this returns they are in the file. Half a surrogate pair stays a JSON escape."""
         try:
             if self._file is None:
-                self._file = self._path.open("w", encoding="utf-8")
+                self._file = self._path.open("w", encoding="utf-8", errors="backslashreplace")
             for row in rows:
                 self._file.write(json.dumps(row, ensure_ascii=False) + "\n")
             self._file.flush()

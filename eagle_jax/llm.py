@@ -8,6 +8,7 @@ Requests run in fixed batches: every row is prefilled, and all go on until the l
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -69,8 +70,9 @@ class _Row:
 
 @dataclass(frozen=True)
 class _Shapes:
-    """What the programs of a batch are compiled for, beside the number of its rows."""
+    """What the programs of a batch are compiled for."""
 
+    rows: int
     capacity: int
     chunk: int
     stop_ids: int
@@ -87,7 +89,7 @@ class LLM:
         dtype: of weights, activations and caches: float32, bfloat16 or float16.
         mesh: sizes of the axes `data`, `fsdp` and `tensor`; absent ones are 1.
         max_model_len: longest prompt and answer together; None: the model's own limit.
-        batch_size: rows of every batch.
+        batch_size: rows of a batch at most; fewer requests run in a smaller one.
         prefill_chunk: prompt tokens in one pass.
         compilation_cache: a folder that keeps compiled programs between runs.
         progress: show bars while loading.
@@ -110,13 +112,20 @@ class LLM:
         progress: bool = False,
     ):
         here = Path.cwd()
+        if not isinstance(model, str | os.PathLike):
+            raise RequestError(f"model: expected a path, a hub id or package:<package>/<file>, got {model!r}")
+        for name, given in (("speculative_config", speculative_config), ("mesh", mesh)):
+            if given is not None and not isinstance(given, Mapping):
+                raise RequestError(f"{name}: expected a mapping of keys to values, got {given!r}")
         speculative = None if speculative_config is None else dict(speculative_config)
+        if speculative and isinstance(speculative.get("model"), os.PathLike):
+            speculative["model"] = os.fspath(speculative["model"])
         if speculative and isinstance(speculative.get("model"), str):
             speculative["model"] = resolve_model(speculative["model"], "speculative_config.model", here)
         config = parse(
             InferConfig,
             dict(
-                model=resolve_model(model, "model", here),
+                model=resolve_model(os.fspath(model), "model", here),
                 dtype=dtype,
                 max_model_len=max_model_len,
                 speculative=speculative,
@@ -172,6 +181,11 @@ class LLM:
                 report,
             )
         check_mesh(replace(shape, fsdp=1), head.config.model, self.batch_size, "the head")
+        if tree.max_rank > head.config.draft_vocab_size:
+            raise RequestError(
+                f"the tree takes the {tree.max_rank} best tokens of a node, and the head knows "
+                f"{head.config.draft_vocab_size}; take fewer"
+            )
         drafter = EagleDrafter(
             head.functional, head.config, tree, spec.draft_sampling == "coupled", self.loaded.target.dtype
         )
@@ -223,8 +237,17 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
         """Answers one conversation, or several, through the model's chat template."""
-        conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
-        prompts = [{"prompt_token_ids": self.apply_chat_template(c)} for c in conversations]  # type: ignore[arg-type]
+        given = list(messages) if isinstance(messages, Sequence) and not isinstance(messages, str) else [None]
+        conversations: list[Any] = [given] if given and isinstance(given[0], Mapping) else given
+        for conversation in conversations:
+            if not isinstance(conversation, list | tuple) or not all(
+                isinstance(m, Mapping) for m in conversation
+            ):
+                raise RequestError(
+                    'expected a list of messages such as {"role": "user", "content": "Hi"}, or a list of such lists; '
+                    f"got {messages!r:.80}"
+                )
+        prompts = [{"prompt_token_ids": self.apply_chat_template(c)} for c in conversations]
         return self.generate(prompts, params)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[StreamChunk]:
@@ -265,6 +288,8 @@ class LLM:
     def _rows(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
     ) -> tuple[list[tuple[str | None, list[int]]], list[_Row]]:
+        if not isinstance(prompts, str | Mapping | Sequence | np.ndarray):
+            raise RequestError(f"expected a prompt or a list of prompts, got {prompts!r:.80}")
         if isinstance(prompts, str | Mapping):
             prompts = [prompts]
         elif len(prompts) and isinstance(prompts[0], int | np.integer):
@@ -275,6 +300,8 @@ class LLM:
             raise RequestError(
                 f"{len(prompts)} prompts and {len(params)} sampling parameters; give one or as many"
             )
+        if wrong := [p for p in params if not isinstance(p, SamplingParams)]:
+            raise RequestError(f"expected SamplingParams, got {wrong[0]!r:.80}")
         if self.tokenizer is None and any(p.stop for p in params):
             raise RequestError("this model has no tokenizer to find stop texts with; give stop_token_ids")
         requests = [self._tokenize(prompt) for prompt in prompts]  # type: ignore[arg-type]
@@ -292,7 +319,10 @@ class LLM:
         elif isinstance(prompt, Mapping):
             if "prompt_token_ids" not in prompt:
                 raise RequestError(f"a prompt has keys {sorted(prompt)}; expected prompt_token_ids")
-            token_ids = list(prompt["prompt_token_ids"])
+            ids = prompt["prompt_token_ids"]
+            if not isinstance(ids, Sequence | np.ndarray):
+                raise RequestError(f"prompt_token_ids must be a list of token ids, got {ids!r:.80}")
+            token_ids = list(ids)
         elif isinstance(prompt, Sequence | np.ndarray):
             token_ids = list(prompt)
         else:
@@ -319,25 +349,28 @@ class LLM:
         need = max(len(row.token_ids) + self._max_new_tokens(row) for row in rows)
         capacity = min(_bucket(need, SMALLEST_CAPACITY), self.max_model_len)
         capacity = max(capacity, -(-longest // chunk) * chunk)  # whole chunks
-        capacity = -(-(capacity + self.drafter.max_depth + 1) // 16) * 16
+        # Room for any tree, so that attention is the same, to the bit, with and without one.
+        capacity = -(-(capacity + self.drafter.max_depth + 1) // 64) * 64
         asked = [row.params.logprobs for row in rows if row.params.logprobs is not None]
         num_logprobs = None
         if asked:
             num_logprobs = _power_of_two(max(asked), 1) if any(asked) else 0
             num_logprobs = min(num_logprobs, self.loaded.target.config.vocab_size)
         widest = max(len(self._stop_ids(row.params)) for row in rows)
-        return _Shapes(capacity, chunk, _power_of_two(widest, 4), num_logprobs)
+        # A mesh divides batches of the size that it was checked for.
+        width = self.batch_size if self.mesh.size > 1 else min(_power_of_two(len(rows), 1), self.batch_size)
+        return _Shapes(width, capacity, chunk, _power_of_two(widest, 4), num_logprobs)
 
     def _start(self, rows: Sequence[_Row]) -> tuple[Generator, DecodeState, RowSampling, float]:
         """Prefills a batch."""
         shapes = self._shapes(rows)
-        self._check_fits(shapes.capacity)
-        history = np.zeros((self.batch_size, shapes.capacity), np.int32)
-        lengths = np.zeros((self.batch_size,), np.int32)
+        self._check_fits(shapes)
+        history = np.zeros((shapes.rows, shapes.capacity), np.int32)
+        lengths = np.zeros((shapes.rows,), np.int32)
         for i, row in enumerate(rows):
             history[i, : len(row.token_ids)] = row.token_ids
             lengths[i] = len(row.token_ids)
-        sampling = self._sampling(rows, shapes.stop_ids)
+        sampling = self._sampling(rows, shapes)
         if shapes.num_logprobs not in self._generators:
             spec = Decoding(self.loaded.target, self.drafter, shapes.num_logprobs)
             generator = Generator(spec, self.mesh, TARGET_RULES, self.loaded.target.dtype)
@@ -348,14 +381,19 @@ class LLM:
         jax.block_until_ready(state.lengths)
         return generator, state, sampling, time.perf_counter() - begin
 
-    def _check_fits(self, capacity: int) -> None:
+    def _check_fits(self, shapes: _Shapes) -> None:
         model = self.loaded.target.config
         layers = model.num_layers + (self.drafter.max_depth > 0)  # a head has one
-        rows = 2 * layers * self.batch_size * capacity * model.num_kv_heads * model.head_dim
+        rows = 2 * layers * shapes.rows * shapes.capacity * model.num_kv_heads * model.head_dim
+        # Beside the cache, what is largest: logits and noise of a step, float32; a chunk's scores and activations.
+        nodes = self.drafter.num_nodes + self.drafter.max_depth + 1
+        step = 4 * shapes.rows * nodes * model.vocab_size
+        wide = 3 * model.intermediate_size + model.num_heads * shapes.chunk
+        chunk = 4 * shapes.rows * shapes.chunk * wide
         weights = sum(p.addressable_shards[0].data.nbytes for p in self.loaded.params.values())
         itemsize = np.dtype(self.loaded.target.dtype).itemsize
-        what = f"batch_size {self.batch_size} x {capacity} tokens"
-        check_fits(self.mesh, weights, rows * itemsize, what)
+        what = f"batch_size {shapes.rows} x {shapes.capacity} tokens"
+        check_fits(self.mesh, weights, rows * itemsize, max(step, chunk), what)
 
     def _max_new_tokens(self, row: _Row) -> int:
         return min(row.params.max_new_tokens, self.max_model_len - len(row.token_ids))
@@ -364,9 +402,9 @@ class LLM:
         own = () if params.ignore_eos else self.loaded.target.config.eos_token_ids
         return [*params.stop_token_ids, *own]
 
-    def _sampling(self, rows: Sequence[_Row], width: int) -> RowSampling:
-        stops = [self._stop_ids(row.params) for row in rows]
-        padding = self.batch_size - len(rows)
+    def _sampling(self, rows: Sequence[_Row], shapes: _Shapes) -> RowSampling:
+        stops, width = [self._stop_ids(row.params) for row in rows], shapes.stop_ids
+        padding = shapes.rows - len(rows)
 
         def column(values: Iterable[float], fill: float, dtype: Any) -> Any:  # on the host; jit places it
             return np.asarray([*values, *[fill] * padding], dtype)
@@ -400,7 +438,7 @@ class LLM:
                 for i, row in enumerate(rows)
             ]
         pushed = [0] * len(rows)
-        cancelled = np.zeros(self.batch_size, bool)
+        cancelled = np.zeros(state.history.shape[0], bool)
         while True:
             finish = np.asarray(state.finish)
             for i, (row, text) in enumerate(zip(rows, texts, strict=True)):

@@ -74,12 +74,12 @@ class SamplingParams:
             if not _is_integer(value) and not (name == "logprobs" and value is None):
                 raise RequestError(f"{name} must be a whole number, got {value!r}")
         bounds = {
-            "temperature": (self.temperature >= 0, "at least 0"),
+            "temperature": (0 <= self.temperature <= 1e30, "between 0 and 1e30"),
             "top_p": (0 < self.top_p <= 1, "above 0 and at most 1"),
             "top_k": (0 <= self.top_k < 2**31, "at least 0 (0 or -1 keeps all)"),
             "min_p": (0 <= self.min_p <= 1, "between 0 and 1"),
-            "repetition_penalty": (self.repetition_penalty > 0, "above 0"),
-            "max_new_tokens": (self.max_new_tokens >= 1, "at least 1"),
+            "repetition_penalty": (0 < self.repetition_penalty <= 1e30, "above 0 and at most 1e30"),
+            "max_new_tokens": (1 <= self.max_new_tokens < 2**31, "at least 1 and below 2^31"),
             "min_new_tokens": (
                 0 <= self.min_new_tokens <= self.max_new_tokens,
                 f"between 0 and max_new_tokens {self.max_new_tokens}",
@@ -93,7 +93,7 @@ class SamplingParams:
                 raise RequestError(f"{name} must be {allowed}, got {getattr(self, name)!r}")
         if not all(isinstance(text, str) for text in self.stop):
             raise RequestError(f"stop must be texts, got {self.stop!r}; token ids go to stop_token_ids")
-        if not all(_is_integer(token) and token >= 0 for token in self.stop_token_ids):
+        if not all(_is_integer(token) and 0 <= token < 2**31 for token in self.stop_token_ids):
             raise RequestError(f"stop_token_ids must be token ids, got {self.stop_token_ids!r}")
         if "" in self.stop:
             raise RequestError("stop holds an empty text, which would end every answer at once")

@@ -174,6 +174,8 @@ def test_overrides_apply_in_turn_and_leave_their_input_alone():
         ("speculative.tree={kind: static, paths: [[0, 1]]}", ["[0, 1] hangs in the air: its parent [0]"]),
         ("speculative.tree={kind: static, paths: [[0], [0]]}", ["[0] is listed twice"]),
         ("speculative.tree={kind: static, paths: [[-1]]}", ["got the path [-1]; expected a list of ranks"]),
+        ("speculative.tree={kind: chain, num_tokens: 65}", ["num_tokens: got 65; expected a whole number"]),
+        ("sampling.seed=2001-99-01", ["sampling.seed: '2001-99-01' is not valid YAML: month"]),
         ("speculative.tree={kind: static, paths: 3}", ["speculative.tree.paths: got 3; expected a name"]),
         ("speculative.num_speculative_tokens=3", ["both tree and num_speculative_tokens", "kind: chain"]),
         (
@@ -220,6 +222,9 @@ def test_errors_name_the_file_and_every_wrong_key(load):
         ("model: a\nmesh: {data: 1\n", "run.yaml:3:1: not valid YAML"),
         ("model: a\nmodel: b\n", "run.yaml:2:1: not valid YAML: the key 'model' is given twice"),
         ("model: !thing a\n", "run.yaml:1:8: not valid YAML"),
+        ("model: 2001-99-99\n", "run.yaml: not valid YAML: month must be in 1..12"),
+        ("model: a\nbatch_size: 0b_\n", "run.yaml: not valid YAML: invalid literal"),
+        ("? [1, 2]\n: 3\n", "run.yaml: not valid YAML: unhashable"),
         ("- a\n", "run.yaml: expected a mapping of keys to values, got ['a']"),
         ("", "model is missing"),
     ],

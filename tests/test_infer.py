@@ -3,6 +3,7 @@ import json
 import subprocess
 import sys
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -312,6 +313,20 @@ def test_finished_batches_are_kept(tmp_path, command, made, capsys):
     assert [json.loads(line)["text"] for line in output.read_text().splitlines()] == ["A", "B"]
 
 
+def test_half_a_character_does_not_lose_the_batch(tmp_path, command):
+    prompts, output = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    prompts.write_text('{"prompt": "a", "id": "\\ud800"}\n{"prompt": "é"}\n', encoding="utf-8")
+    assert command("--prompts", prompts, "--output", output) == 0
+    rows = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
+    assert [row.get("id") for row in rows] == ["\ud800", None]
+    assert rows[1]["prompt"] == "é"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_a_full_disk(command, capsys):
+    assert "cannot be written" in error_of(capsys, command("--prompt", "a", "--output", "/dev/full"))
+
+
 def test_each_batch_is_in_the_file_before_the_next_runs(tmp_path, command, made, monkeypatch):
     output = tmp_path / "out.jsonl"
     output.write_text("of an earlier run\n")
@@ -355,6 +370,8 @@ def test_profile(tmp_path, command, monkeypatch):
     ("line", "parts"),
     [
         ('{"prompt": "a"', ["not valid JSON", "column"]),
+        ("[" * 100_000, ["not valid JSON", "recursion"]),
+        ('{"prompt_token_ids": [' + "9" * 5000 + "]}", ["not valid JSON", "digits"]),
         ("[1]", ["got [1]; expected {", '"turns"']),
         ('{"text": "a"}', ["a row with the keys text; expected one of {", '"prompt_token_ids"']),
         ('{"prompt": "a", "turns": ["b"]}', ["a row with prompt and turns; expected one of"]),

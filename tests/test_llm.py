@@ -11,8 +11,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from eagle_jax import LLM, SamplingParams
-from eagle_jax.errors import RequestError
+from eagle_jax.decoding.generate import Generator
+from eagle_jax.errors import EagleError, RequestError
 from eagle_jax.models import cpu
+from eagle_jax.parallel import memory
 
 VOCAB = 199
 PROMPTS = read_json("eagle3/prompts.json")["prompts"]  # of 1, 7, 23 and 60 tokens
@@ -378,6 +380,64 @@ def test_requests_that_do_not_go_together(bare):
         bare.stream([3], replace(SAMPLED, n=2))
 
 
+@pytest.mark.parametrize("prompts", [None, 3, {"prompt_token_ids": None}, [{"prompt_token_ids": 3}]], ids=str)
+def test_prompts_of_no_kind(bare, prompts):
+    with pytest.raises(RequestError, match=r"expected a prompt|must be a list of token ids"):
+        bare.generate(prompts, GREEDY)
+
+
+@pytest.mark.parametrize("messages", ["hi", ["hi"], {"role": "user", "content": "hi"}, [["hi"]]], ids=str)
+def test_conversations_of_no_kind(llm, messages):
+    with pytest.raises(RequestError, match="expected a list of messages"):
+        llm.chat(messages)
+
+
+def test_arguments_of_no_kind(bare):
+    with pytest.raises(RequestError, match="model: expected a path"):
+        LLM(None)
+    with pytest.raises(RequestError, match="speculative_config: expected a mapping"):
+        LLM(str(TARGET), speculative_config="eagle3")
+    with pytest.raises(RequestError, match="mesh: expected a mapping"):
+        LLM(str(TARGET), mesh=[1])
+    with pytest.raises(RequestError, match="expected SamplingParams, got None"):
+        bare.generate([[3]], [None])
+
+
+def test_models_may_be_paths():
+    llm = LLM(TARGET, speculative_config=HEAD | {"model": GOLDEN / "eagle3" / "head"}, max_model_len=64)
+    assert llm.drafter.max_depth == 3
+
+
+def test_a_tree_wider_than_the_draft_vocabulary():
+    for tree in (
+        {"kind": "static", "paths": [[97]]},
+        {"kind": "dynamic", "total_tokens": 60, "depth": 1, "top_k": 98},
+    ):
+        with pytest.raises(RequestError, match="98 best tokens of a node, and the head knows 97"):
+            LLM(TARGET, speculative_config={"model": HEAD["model"], "tree": tree})
+
+
+def test_a_batch_that_cannot_fit(bare, monkeypatch):
+    weights = sum(p.nbytes for p in bare.loaded.params.values())
+    monkeypatch.setattr(memory, "device_bytes", lambda mesh: weights + 10_000)
+    with pytest.raises(EagleError, match=r"takes .* GiB of KV cache and .* GiB of activations a device"):
+        bare.generate([[3]], GREEDY)
+
+
+def test_fewer_requests_run_in_a_smaller_batch(llm, monkeypatch):
+    widths = []
+    start = Generator.start
+
+    def spy(self, params, history, *rest):
+        widths.append(len(history))
+        return start(self, params, history, *rest)
+
+    monkeypatch.setattr(Generator, "start", spy)
+    for prompts in (PROMPTS[:1], PROMPTS[:2], PROMPTS[:3], PROMPTS):
+        llm.generate(prompts, GREEDY)
+    assert widths == [1, 2, 3, 3, 1]
+
+
 def test_a_length_beyond_the_models():
     with pytest.raises(RequestError, match="2048"):
         LLM(str(TARGET), max_model_len=2049)
@@ -386,12 +446,12 @@ def test_a_length_beyond_the_models():
 @pytest.mark.parametrize(
     ("name", "values"),
     {
-        "temperature": [-0.1, float("nan"), float("inf"), "1", None, True],
+        "temperature": [-0.1, 1e31, float("nan"), float("inf"), "1", None, True],
         "top_p": [0, 1.1, float("nan"), -1],
         "top_k": [-2, 1.5, True, 2**31],
         "min_p": [-0.1, 1.1, float("nan")],
         "repetition_penalty": [0, -1, float("nan"), float("inf")],
-        "max_new_tokens": [0, -1, 1.5, None, True],
+        "max_new_tokens": [0, -1, 2**31, 1.5, None, True],
         "min_new_tokens": [-1, 129, 0.5],
         "max_tokens": [0, 2.5, True],
         "min_tokens": [-1, 129],
@@ -399,7 +459,7 @@ def test_a_length_beyond_the_models():
         "n": [0, -1, 1.0, True],
         "logprobs": [-1, 0.5, True],
         "stop": ["", ("a", ""), (3,)],
-        "stop_token_ids": [(-1,), (1.5,), ("a",), (True,)],
+        "stop_token_ids": [(-1,), (2**31,), (1.5,), ("a",), (True,)],
     }.items(),
     ids=str,
 )

@@ -35,7 +35,7 @@ def check_writable(folder: Path, force: bool) -> None:
     if not any(folder.iterdir()):
         return
     if not force:
-        raise CheckpointError(f"{folder} is not empty; choose another folder, or force to replace it")
+        raise CheckpointError(f"{folder} is not empty; choose another folder, or replace it (--force)")
     if not any((folder / name).is_file() for name in (MANIFEST, "config.json")):
         raise CheckpointError(
             f"{folder} holds no checkpoint and will not be replaced, even by force; choose another folder"

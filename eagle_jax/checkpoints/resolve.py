@@ -36,8 +36,12 @@ def resolve_checkpoint(reference: str, base: Path | None = None) -> Path:
     if reference.startswith("package:"):
         return _in_package(reference)
     path = Path(base or "", Path(reference).expanduser())
-    if path.exists():
-        return path
+    try:
+        if path.exists():
+            return path
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise CheckpointError(f"{reference!r:.100} is no path: {reason}") from None
     if _HUB_ID.fullmatch(reference) and path.suffix not in (".gguf", ".safetensors", ".bin"):
         return download(reference)
     raise CheckpointError(

@@ -67,6 +67,8 @@ def from_jsonl(lines: Iterable[str], source: str) -> list[PromptRow]:
             data = json.loads(line)
         except json.JSONDecodeError as error:
             raise RequestError(f"{where}: not valid JSON: {error.msg} at column {error.colno}") from None
+        except (ValueError, RecursionError) as error:  # a number of thousands of digits, brackets without end
+            raise RequestError(f"{where}: not valid JSON: {error}") from None
         rows.append(_row(data, where))
     if not rows:
         raise RequestError(f"{source}: there are no prompts in it")

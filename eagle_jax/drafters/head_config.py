@@ -152,6 +152,8 @@ def read_head_config(
         ),
     }
     chosen = taps or resolve_taps(config, target.num_layers)
+    if len(set(chosen)) < len(chosen):
+        raise HeadError(f"taps {list(chosen)} are not distinct; the head was trained on different states")
     out_of_range = [tap for tap in chosen if not 0 <= tap <= target.num_layers]
     if out_of_range:
         raise HeadError(f"taps {list(chosen)} reach outside the target's boundaries 0 … {target.num_layers}")

@@ -111,6 +111,8 @@ class ModelConfig:
             object.__setattr__(self, "windows", (None,) * self.num_layers)
         problems = []
         for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "head_dim"):
+            if not isinstance(getattr(self, name), int):
+                raise TypeError(f"{name} is {getattr(self, name)!r}, expected a whole number")
             if getattr(self, name) < 1:
                 problems.append(f"{name} is {getattr(self, name)}, must be at least 1")
         if self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:
@@ -131,6 +133,17 @@ class ModelConfig:
         Raises:
             ModelConfigError: an unknown family, a missing key, or a switch that no code here computes.
         """
+        try:
+            return cls._from_hf(config)
+        except ModelConfigError:
+            raise
+        except (TypeError, AttributeError, ValueError, OverflowError) as error:
+            raise ModelConfigError(
+                f"the config holds a value of another kind than expected: {error}"
+            ) from None
+
+    @classmethod
+    def _from_hf(cls, config: Mapping[str, Any]) -> ModelConfig:
         family = config.get("model_type", "llama")
         if family not in FAMILIES:
             raise ModelConfigError(

@@ -23,22 +23,24 @@ def device_bytes(mesh: Mesh) -> int:
     return machine // mesh.size if device.platform == "cpu" else machine
 
 
-def check_fits(mesh: Mesh, weights: int, caches: int, what: str) -> None:
-    """Refuses caches that cannot fit beside the weights.
+def check_fits(mesh: Mesh, weights: int, caches: int, passing: int, what: str) -> None:
+    """Refuses batches that cannot fit beside the weights.
 
     Args:
         weights: bytes of the weights on one device.
         caches: bytes of the caches, split over the whole mesh.
+        passing: bytes of what the largest pass makes and drops, split over the whole mesh.
         what: how the caches came to be so large, such as "batch_size 8 x 131072 tokens".
 
     Raises:
         CapacityError: it cannot fit.
     """
-    limit, need = device_bytes(mesh), caches // mesh.size
-    if weights + need > limit:
+    limit, need, more = device_bytes(mesh), caches // mesh.size, passing // mesh.size
+    if weights + need + more > limit:
         gib = 2**30
         raise CapacityError(
-            f"{what} takes {need / gib:.1f} GiB of KV cache a device; with {weights / gib:.1f} GiB of weights that is "
+            f"{what} takes {need / gib:.1f} GiB of KV cache and {more / gib:.1f} GiB of activations a device; with "
+            f"{weights / gib:.1f} GiB of weights that is "
             f"more than its {limit / gib:.1f} GiB. "
             "Lower max_model_len, max_new_tokens or batch_size, or use more devices"
         )

@@ -33,6 +33,21 @@ def test_unknown_family():
     refused("model_type 'mamba'", "llama, mistral, qwen2, qwen3", model_type="mamba")
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(hidden_size="16"),
+        dict(num_attention_heads="2"),
+        dict(num_hidden_layers=2.5),
+        dict(rope_scaling="x"),
+        dict(model_type=[1]),
+    ],
+    ids=str,
+)
+def test_values_of_another_kind(changes):
+    refused("of another kind than expected", **changes)
+
+
 def test_unknown_rope_type():
     known = "default, linear, dynamic, yarn, llama3"
     refused("'longrope'", known, rope_scaling=dict(rope_type="longrope", factor=2.0))

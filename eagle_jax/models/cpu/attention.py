@@ -54,6 +54,7 @@ def attention(
     """
     B, T, H, d = q.shape
     scale = jnp.full((1,), 1.0 / math.sqrt(d), jnp.float32)
+    lengths, first_visible = lengths.astype(jnp.int32), first_visible.astype(jnp.int32)
     operands = (q, keys, values, cache_keys, cache_values, lengths, mask, first_visible, scale)
     target = register("attention", KINDS[q.dtype.name], _handler)
     return jax.ffi.ffi_call(target, jax.ShapeDtypeStruct((B, T, H, d), q.dtype))(*operands)
