@@ -89,7 +89,8 @@ class LLM:
         dtype: of weights, activations and caches: float32, bfloat16 or float16.
         mesh: sizes of the axes `data`, `fsdp` and `tensor`; absent ones are 1.
         max_model_len: longest prompt and answer together; None: the model's own limit.
-        batch_size: rows of a batch at most; fewer requests run in a smaller one.
+        batch_size: rows of a batch at most. Fewer requests run in a smaller one, unless a larger one is compiled
+            already.
         prefill_chunk: prompt tokens in one pass.
         compilation_cache: a folder that keeps compiled programs between runs.
         progress: show bars while loading.
@@ -270,7 +271,6 @@ class LLM:
             if shapes not in self._warm:
                 generator, state, sampling, _ = self._start(batch)
                 jax.block_until_ready(generator.run(self.params, state, sampling, max_steps=1))
-                self._warm.add(shapes)
 
     def apply_chat_template(self, messages: Messages) -> list[int]:
         """Token ids of a conversation, up to where the answer begins.
@@ -357,9 +357,13 @@ class LLM:
             num_logprobs = _power_of_two(max(asked), 1) if any(asked) else 0
             num_logprobs = min(num_logprobs, self.loaded.target.config.vocab_size)
         widest = max(len(self._stop_ids(row.params)) for row in rows)
-        # A mesh divides batches of the size that it was checked for.
-        width = self.batch_size if self.mesh.size > 1 else min(_power_of_two(len(rows), 1), self.batch_size)
-        return _Shapes(width, capacity, chunk, _power_of_two(widest, 4), num_logprobs)
+        full = _Shapes(self.batch_size, capacity, chunk, _power_of_two(widest, 4), num_logprobs)
+        if self.mesh.size > 1:  # it divides batches of the size that it was checked for
+            return full
+        # Few requests run in a small batch, or in the smallest that programs have been compiled for already.
+        small = replace(full, rows=min(_power_of_two(len(rows), 1), self.batch_size))
+        warm = [s for s in self._warm if s.rows >= small.rows and replace(s, rows=small.rows) == small]
+        return min(warm, key=lambda shapes: shapes.rows, default=small)
 
     def _start(self, rows: Sequence[_Row]) -> tuple[Generator, DecodeState, RowSampling, float]:
         """Prefills a batch."""
@@ -379,6 +383,7 @@ class LLM:
         begin = time.perf_counter()
         state = generator.start(self.params, history, lengths, sampling, shapes.chunk)
         jax.block_until_ready(state.lengths)
+        self._warm.add(shapes)
         return generator, state, sampling, time.perf_counter() - begin
 
     def _check_fits(self, shapes: _Shapes) -> None:

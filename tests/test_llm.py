@@ -424,8 +424,8 @@ def test_a_batch_that_cannot_fit(bare, monkeypatch):
         bare.generate([[3]], GREEDY)
 
 
-def test_fewer_requests_run_in_a_smaller_batch(llm, monkeypatch):
-    widths = []
+def test_fewer_requests_run_in_a_smaller_batch(monkeypatch):
+    llm, widths = LLM(TARGET, batch_size=3, max_model_len=128), []
     start = Generator.start
 
     def spy(self, params, history, *rest):
@@ -433,9 +433,13 @@ def test_fewer_requests_run_in_a_smaller_batch(llm, monkeypatch):
         return start(self, params, history, *rest)
 
     monkeypatch.setattr(Generator, "start", spy)
-    for prompts in (PROMPTS[:1], PROMPTS[:2], PROMPTS[:3], PROMPTS):
-        llm.generate(prompts, GREEDY)
-    assert widths == [1, 2, 3, 3, 1]
+    for count in (1, 2, 3, 4, 2):
+        llm.generate([[3, 4]] * count, GREEDY)
+    assert widths == [1, 2, 3, 3, 1, 2]
+    llm = LLM(TARGET, batch_size=3, max_model_len=128)
+    for count in (3, 1):  # rather the batch that is compiled than one that is to be
+        llm.generate([[3, 4]] * count, GREEDY)
+    assert widths[6:] == [3, 3]
 
 
 def test_a_length_beyond_the_models():

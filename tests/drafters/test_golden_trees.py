@@ -32,6 +32,7 @@ from golden_data import (
 )
 
 from eagle_jax.caches.contiguous import ContiguousCache
+from eagle_jax.models.attention import OverCache
 from eagle_jax.models.decoder import FINAL_HIDDEN
 
 close = partial(np.testing.assert_allclose, **TOLERANCE)
@@ -95,7 +96,7 @@ def head_on_prompts(case):
         positions = jnp.broadcast_to(jnp.arange(CHUNK), (ROWS, CHUNK))
         mask = jnp.broadcast_to(jnp.tri(CHUNK, dtype=bool), (ROWS, CHUNK, CHUNK))
         fused, none = module.fuse(states), jnp.zeros((ROWS,), jnp.int32)
-        hidden, rows = module(table[ids], fused, positions, cache.layer(0), none, mask, positions)
+        hidden, rows = module(table[ids], fused, positions, OverCache(cache.layer(0), none, mask, positions))
         return fused, hidden, module.logits(hidden, params.output_weight), rows
 
     return on_host(run(loaded.params, states, ids))
