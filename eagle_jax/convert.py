@@ -26,8 +26,9 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Literal
 
+from eagle_jax.console.command import Parser, exit_code
 from eagle_jax.errors import ConfigError, EagleError
 
 if TYPE_CHECKING:
@@ -378,13 +379,8 @@ def side_files(path: Path, scratch: Path) -> dict[str, Path]:
 # ---------------------------------------------------------------- the command
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message} (--help explains)")
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog="python -m eagle_jax.convert",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -401,22 +397,19 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command and returns its exit code: 0, 2 for what the user can mend, 130 for Ctrl-C."""
-    try:
+    """Runs the command and returns its exit code; see `exit_code`."""
+
+    def command() -> None:
         args = _parser().parse_args(argv)
         from eagle_jax.progress import loading_bar
 
         with loading_bar(True, "Converting") as bar:
             options = dict(dtype=args.dtype, target=args.target, force=args.force, progress=bar)
             checkpoint = convert(args.source, args.dest, args.to, **options)
-    except KeyboardInterrupt:
-        return 130
-    except EagleError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
-    size, count = sum(array.nbytes for array in checkpoint.params.values()), len(checkpoint.params)
-    print(f"{args.dest}: {checkpoint.kind}, {count} parameters, {size / 2**20:.1f} MiB, {args.to}")
-    return 0
+        size, count = sum(array.nbytes for array in checkpoint.params.values()), len(checkpoint.params)
+        print(f"{args.dest}: {checkpoint.kind}, {count} parameters, {size / 2**20:.1f} MiB, {args.to}")
+
+    return exit_code(command)
 
 
 if __name__ == "__main__":

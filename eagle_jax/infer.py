@@ -12,7 +12,7 @@ import sys
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, NoReturn
+from typing import IO, TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -20,9 +20,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from eagle_jax.config import InferConfig, describe_keys, installed_configs, load_config
 from eagle_jax.console import prompts as prompt_rows
 from eagle_jax.console.chat import ChatSession
+from eagle_jax.console.command import Parser, exit_code
 from eagle_jax.console.prompts import PromptRow
 from eagle_jax.console.report import Row, Totals, print_answers, print_summary
-from eagle_jax.errors import ConfigError, EagleError, RequestError
+from eagle_jax.errors import ConfigError, RequestError
 
 if TYPE_CHECKING:
     from eagle_jax import LLM, CompletionOutput, RequestOutput
@@ -241,14 +242,9 @@ class RowWriter:
 # -------------------------------------------------------------------------------------------------- arguments
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message} (--help explains)")
-
-
 def _parser() -> argparse.ArgumentParser:
     width = max(60, min(110, shutil.get_terminal_size().columns)) - 2
-    parser = _Parser(
+    parser = Parser(
         prog="python -m eagle_jax.infer",
         usage="python -m eagle_jax.infer --config FILE|NAME [key=value …] [--prompt TEXT]…\n"
         "         [--prompts FILE.jsonl] [--output FILE.jsonl] [--raw] [--chat] [--compare] [--profile DIR]",
@@ -384,8 +380,9 @@ def _chat(config: InferConfig, llm: "LLM") -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code: 0, 2 for what the user can mend, 130 for Ctrl-C."""
-    try:
+    """Run the command and return its exit code; see `exit_code`."""
+
+    def command() -> None:
         arguments, config, rows = _parse(argv)
         from eagle_jax import LLM
 
@@ -394,12 +391,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             _chat(config, llm)
         else:
             _answer_rows(arguments, config, rows, llm)
-    except KeyboardInterrupt:
-        return 130
-    except EagleError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
-    return 0
+
+    return exit_code(command)
 
 
 if __name__ == "__main__":

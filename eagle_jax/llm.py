@@ -272,8 +272,11 @@ class LLM:
                 generator, state, sampling, _ = self._start(batch)
                 jax.block_until_ready(generator.run(self.params, state, sampling, max_steps=1))
 
-    def apply_chat_template(self, messages: Messages) -> list[int]:
+    def apply_chat_template(self, messages: Messages, **template_options: Any) -> list[int]:
         """Token ids of a conversation, up to where the answer begins.
+
+        Args:
+            template_options: variables of the template, such as `enable_thinking`.
 
         Raises:
             RequestError: the model has no tokenizer or no chat template.
@@ -281,7 +284,7 @@ class LLM:
         if self.tokenizer is None or not self.tokenizer.chat_template:
             raise RequestError("this model has no chat template; give a prompt as text or as token ids")
         encoded = self.tokenizer.apply_chat_template(
-            [dict(m) for m in messages], add_generation_prompt=True, return_dict=True
+            [dict(m) for m in messages], add_generation_prompt=True, return_dict=True, **template_options
         )
         return list(encoded["input_ids"])
 

@@ -16,14 +16,13 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import json
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import islice, pairwise
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import yaml
@@ -31,8 +30,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from eagle_jax.console.command import Parser, exit_code
 from eagle_jax.console.report import printable
-from eagle_jax.errors import ConfigError, EagleError
+from eagle_jax.errors import ConfigError
 from eagle_jax.training.conversations import Conversation, DataError, Report, read_conversations
 from eagle_jax.training.dataset import DatasetWriter
 from eagle_jax.training.masks import Renderer, Sample
@@ -41,13 +41,8 @@ DRAFT_VOCABULARIES = (2048, 4096, 8192, 16384, 32000)
 _COUNTS = ("samples", "tokens", "supervised_tokens")
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message} (--help explains)")
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog="python -m eagle_jax.prepare",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -83,7 +78,12 @@ def _parser() -> argparse.ArgumentParser:
         metavar="KEY=VALUE",
         help="a variable of the chat template, such as enable_thinking=false",
     )
-    add("--regenerate", action="store_true", help="let the model write the answers")
+    add = parser.add_argument_group("answers by the model").add_argument
+    add(
+        "--regenerate",
+        action="store_true",
+        help="let the model write the answers; the rest of these are for that",
+    )
     add("--temperature", type=float, default=0.0, help="of regenerated answers (default: 0)")
     add("--max-new-tokens", type=int, default=512, help="of each regenerated answer (default: 512)")
     add("--turns", type=int, default=8, help="turns of a conversation to regenerate at most (default: 8)")
@@ -147,10 +147,11 @@ def _conversations(args: argparse.Namespace, report: Report) -> Iterator[Convers
         seen = set()
         for source in args.data:
             for conversation in read_conversations(source, report, args.split):
-                if (fingerprint := conversation.fingerprint) in seen:
+                key = conversation.asked if args.regenerate else conversation.fingerprint
+                if key in seen:
                     report.skip("duplicate")
                 else:
-                    seen.add(fingerprint)
+                    seen.add(key)
                     yield conversation
 
     return islice(distinct(), args.limit)
@@ -158,9 +159,7 @@ def _conversations(args: argparse.Namespace, report: Report) -> Iterator[Convers
 
 def _held_out(conversation: Conversation, args: argparse.Namespace) -> bool:
     """By what was asked: a conversation is on the same side whoever answers, and however often it is asked."""
-    asked = [m["content"] for m in conversation.messages if m["role"] == "user"]
-    key = json.dumps(asked or [conversation.text, conversation.token_ids])
-    digest = hashlib.sha256(f"{args.seed} {key}".encode("utf-8", "surrogatepass")).digest()
+    digest = hashlib.sha256(f"{args.seed} {conversation.asked}".encode()).digest()
     return int.from_bytes(digest[:8], "little") < args.valid * 2**64
 
 
@@ -218,7 +217,7 @@ def _print_summary(console: Console, manifest: dict[str, Any], lengths: Sequence
 
 
 def _regenerated(
-    args: argparse.Namespace, conversations: Iterator[Conversation], renderer: Renderer
+    args: argparse.Namespace, conversations: Iterator[Conversation], renderer: Renderer, report: Report
 ) -> Iterator[Conversation]:
     from eagle_jax import LLM, SamplingParams
     from eagle_jax.training.regenerate import Regeneration
@@ -233,9 +232,12 @@ def _regenerated(
         "max_new_tokens": args.max_new_tokens,
         "turns": args.turns,
         "seed": args.seed,
+        "template_options": dict(renderer.template_options),
     }
-    regeneration = Regeneration(llm, params, 4 * args.batch_size, args.turns, facts)
-    return regeneration.run(conversations, args.output / "answers.jsonl")
+    regeneration = Regeneration(
+        llm, params, 4 * args.batch_size, args.turns, renderer.template_options, facts
+    )
+    return regeneration.run(conversations, args.output / "answers.jsonl", report)
 
 
 def prepare(args: argparse.Namespace, console: Console) -> None:
@@ -252,7 +254,7 @@ def prepare(args: argparse.Namespace, console: Console) -> None:
     lengths: list[int] = []
     with DatasetWriter(args.output) as writer:
         if args.regenerate:
-            conversations = _regenerated(args, conversations, renderer)
+            conversations = _regenerated(args, conversations, renderer, report)
         for conversation in conversations:
             split = "valid" if _held_out(conversation, args) else "train"
             for sample in _samples(conversation, renderer, args, report):
@@ -286,17 +288,14 @@ def prepare(args: argparse.Namespace, console: Console) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command and returns its exit code: 0, 2 for what the user can mend, 130 for Ctrl-C."""
-    try:
+    """Runs the command and returns its exit code; see `exit_code`."""
+
+    def command() -> None:
         args = _parser().parse_args(argv)
         _check(args)
         prepare(args, Console())
-    except KeyboardInterrupt:
-        return 130
-    except EagleError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
-    return 0
+
+    return exit_code(command)
 
 
 if __name__ == "__main__":

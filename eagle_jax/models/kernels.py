@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from contextvars import ContextVar
+from typing import Any
 
 from jax.sharding import Mesh
 
 from eagle_jax.models import cpu
+from eagle_jax.models.cpu.emit import KINDS
 
 _ON_CPU: ContextVar[bool] = ContextVar("on_cpu", default=False)
 
@@ -31,6 +33,6 @@ def on_cpu() -> bool:
     return _ON_CPU.get()
 
 
-def cpu_kernels(rows: int = 1) -> bool:
-    """Whether operations on so many rows go to the CPU kernels; those that do not grow with rows need not say."""
-    return on_cpu() and cpu.supported() and 1 <= rows <= cpu.MAX_ROWS
+def cpu_kernels(dtype: Any, rows: int = 1) -> bool:
+    """Whether operations on so many rows go to the CPU kernels; those that do well with any number need not say."""
+    return on_cpu() and dtype.name in KINDS and 1 <= rows <= cpu.MAX_ROWS and cpu.supported()

@@ -12,7 +12,6 @@ from jaxtyping import Array, Float, Int
 
 from eagle_jax.models.config import ModelConfig
 from eagle_jax.models.cpu.embedding import embedding
-from eagle_jax.models.cpu.emit import KINDS
 from eagle_jax.models.cpu.norm import rms_norm
 from eagle_jax.models.kernels import cpu_kernels
 from eagle_jax.models.matmul import matmul, matmul_many
@@ -62,7 +61,7 @@ class RMSNorm(nnx.Module):
 
     def __call__(self, x: Float[Array, "*T D"]) -> Float[Array, "*T D"]:
         """x over its root mean square, times the weight."""
-        if cpu_kernels() and x.dtype.name in KINDS:
+        if cpu_kernels(x.dtype):
             return rms_norm(x.reshape(-1, x.shape[-1]), self.weight[...], self.eps).reshape(x.shape)
         wide = x.astype(jnp.float32)
         wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
@@ -82,7 +81,7 @@ class Embedding(nnx.Module):
 
 def embed(table: Float[Array, "V D"], tokens: Int[Array, "*T"]) -> Float[Array, "*T D"]:
     """Rows of a table of embeddings."""
-    if cpu_kernels() and table.dtype.name in KINDS:
+    if cpu_kernels(table.dtype):
         return embedding(table, tokens.reshape(-1)).reshape(*tokens.shape, -1)
     return jnp.take(table, tokens, axis=0, mode="clip")
 

@@ -25,7 +25,7 @@ def matmul_many(
 ) -> list[Float[Array, "*T O"]]:
     """`[matmul(x, w) for w in weights]`, in one call where a kernel does it: query, key, value; gate, up."""
     flat, dtype = x.reshape(-1, x.shape[-1]), dtype or x.dtype
-    if cpu_kernels(flat.shape[0]):
+    if cpu_kernels(x.dtype, flat.shape[0]):
         products = cpu_matmul_many(flat, weights, dtype)
     else:
         products = [_xla(flat, weight).astype(dtype) for weight in weights]

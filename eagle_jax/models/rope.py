@@ -13,7 +13,6 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from eagle_jax.models.config import RopeConfig
-from eagle_jax.models.cpu.emit import KINDS
 from eagle_jax.models.cpu.rope import rotate as cpu_rotate
 from eagle_jax.models.kernels import cpu_kernels
 
@@ -94,7 +93,7 @@ def rotate(
     x: Float[Array, "B T H d"], cosines: Float[Array, "B T h"], sines: Float[Array, "B T h"]
 ) -> Float[Array, "B T H d"]:
     """Rotates the pairs (i, i + d/2), computed in float32 and returned in x's dtype."""
-    if cpu_kernels() and x.dtype.name in KINDS:
+    if cpu_kernels(x.dtype):
         return cpu_rotate(x, cosines, sines)
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     cosines, sines = cosines[:, :, None, :], sines[:, :, None, :]

@@ -67,8 +67,13 @@ class Conversation:
     def fingerprint(self) -> str:
         """Equal for records that say the same, whatever they are called."""
         said = [[m["role"], m["content"]] for m in self.messages]
-        content = json.dumps([said, self.text, self.token_ids, self.mask], ensure_ascii=False)
-        return hashlib.sha256(content.encode("utf-8", "surrogatepass")).hexdigest()
+        return hashlib.sha256(json.dumps([said, self.text, self.token_ids, self.mask]).encode()).hexdigest()
+
+    @property
+    def asked(self) -> str:
+        """Equal for conversations in which the same is asked, whatever was answered."""
+        questions = [[m["role"], m["content"]] for m in self.messages if m["role"] != "assistant"]
+        return hashlib.sha256(json.dumps([questions, self.text, self.token_ids]).encode()).hexdigest()
 
 
 @dataclass
@@ -126,7 +131,7 @@ def parse_record(record: Any, place: str, report: Report) -> Conversation | None
         if not record["text"].strip():
             report.skip("empty text")
             return None
-        return Conversation(name, text=record["text"])
+        return Conversation(name, text=_whole(record["text"]))
     turns = record.get("messages", record.get("conversations", record.get("conversation")))
     if turns is None:
         raise DataError(
@@ -152,7 +157,12 @@ def _message(turn: Any, place: str) -> dict[str, Any]:
     if not isinstance(content, str):
         raise DataError(f"{place}: expected a text as content of the {role} message, got {_shown(content)}")
     kept = {key: turn[key] for key in ("reasoning_content", "name") if isinstance(turn.get(key), str)}
-    return {"role": _ROLES[role], "content": content, **kept}
+    return {"role": _ROLES[role], "content": _whole(content), **{k: _whole(v) for k, v in kept.items()}}
+
+
+def _whole(text: str) -> str:
+    """The text without halves of surrogate pairs, which JSON can hold and tokenizers cannot."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def _from_ids(name: str, record: Mapping[str, Any], place: str, report: Report) -> Conversation | None:
@@ -258,7 +268,7 @@ def _hugging_face(source: str, split: str, report: Report) -> Iterator[Conversat
 
     try:
         rows = datasets.load_dataset(source, split=split, streaming=True)
-    except Exception as error:
+    except Exception as error:  # of many libraries: the network's, the hub's, those of file formats
         raise DataError(
             f"the dataset {source} cannot be loaded ({str(error).splitlines()[0]}); {known}"
         ) from None

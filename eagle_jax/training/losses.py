@@ -206,15 +206,18 @@ def _logits(states, weight):
     )
 
 
-def total(sums: Sums, rows: Float[Array, " n"], objective: Objective) -> Float[Array, ""]:
+def total(
+    sums: Sums, rows: Float[Array, " n"], all_rows: Float[Array, ""] | float, objective: Objective
+) -> Float[Array, ""]:
     """The loss: the steps' means, weighed.
 
     Args:
-        rows: what each step's sum is divided by: `sums.rows` of everything that makes one update, or with
-            `denominator="all"` the number of all rows.
+        rows: rows that count in each step, `Sums.rows`, of everything that makes one update.
+        all_rows: all rows of that; `objective.denominator` says which of the two divides.
     """
     weights = objective.step_decay ** jnp.arange(sums.loss.shape[0])
-    return jnp.sum(weights * sums.loss / jnp.maximum(rows, 1.0))
+    divisor = jnp.maximum(rows, 1.0) if objective.denominator == "supervised" else all_rows
+    return jnp.sum(weights * sums.loss / divisor)
 
 
 def feature_regression(

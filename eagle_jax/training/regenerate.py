@@ -16,7 +16,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eagle_jax.training.conversations import Conversation, DataError
+from eagle_jax.training.conversations import Conversation, DataError, Report
 
 if TYPE_CHECKING:
     from eagle_jax import LLM, SamplingParams
@@ -31,6 +31,7 @@ class Regeneration:
         params: sampling parameters. `seed` is mixed with the conversation and the turn.
         wave: conversations that are answered side by side.
         turns: turns of each conversation that are answered at most.
+        template_options: variables of the chat template.
         facts: what the answers depend on, as the file's first line says it: an unfinished file is gone on with only if
             they are the same.
     """
@@ -39,9 +40,12 @@ class Regeneration:
     params: SamplingParams
     wave: int = 64
     turns: int = 8
+    template_options: Mapping[str, Any] = field(default_factory=dict)
     facts: Mapping[str, Any] = field(default_factory=dict)
 
-    def run(self, conversations: Iterator[Conversation], path: Path) -> Iterator[Conversation]:
+    def run(
+        self, conversations: Iterator[Conversation], path: Path, report: Report
+    ) -> Iterator[Conversation]:
         """The conversations with new answers, in their order; also those that `path` holds from an earlier run.
 
         Those that do not fit the model's context end with the last answer that did; records without messages are
@@ -50,12 +54,12 @@ class Regeneration:
         done = self._finished(path)
         with path.open("a", encoding="utf-8") as file:
             if not file.tell():
-                file.write(json.dumps(dict(self.facts), ensure_ascii=False) + "\n")
+                file.write(json.dumps(dict(self.facts)) + "\n")
             while wave := list(islice(conversations, self.wave)):
                 asked = [c for c in wave if c.messages and c.fingerprint not in done]
                 for conversation, messages in zip(asked, self._answer(asked), strict=True):
                     done[conversation.fingerprint] = messages
-                    file.write(json.dumps([conversation.fingerprint, messages], ensure_ascii=False) + "\n")
+                    file.write(json.dumps([conversation.fingerprint, messages]) + "\n")
                 file.flush()
                 os.fsync(file.fileno())
                 for conversation in wave:
@@ -63,6 +67,8 @@ class Regeneration:
                         yield conversation
                     elif messages := done[conversation.fingerprint]:
                         yield replace(conversation, messages=tuple(messages))
+                    else:
+                        report.skip("question does not fit --max-length")
 
     def _answer(self, conversations: Sequence[Conversation]) -> list[list[dict[str, Any]]]:
         """New messages of each; empty where not even the first question fits."""
@@ -81,7 +87,7 @@ class Regeneration:
                         break
                 if not history or history[-1]["role"] != "user":
                     continue
-                ids = self.llm.apply_chat_template(history)
+                ids = self.llm.apply_chat_template(history, **self.template_options)
                 room = self.llm.max_model_len - len(ids)
                 if room < 1:
                     continue

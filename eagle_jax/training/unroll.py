@@ -123,7 +123,7 @@ def _attend_block(keys, values, segments, queries):
     scale = 1.0 / math.sqrt(q.shape[-1])
     scores = jnp.einsum("BQKGd,BSKd->BKGQS", q, keys, preferred_element_type=jnp.float32) * scale
     seen = (jnp.arange(keys.shape[1]) <= index[:, :, None]) & (segments[:, None, :] == segment[:, :, None])
-    seen |= (jnp.arange(keys.shape[1]) == index[:, :, None]) | (seen.any(axis=-1, keepdims=True) ^ True)
+    seen |= jnp.arange(keys.shape[1]) == index[:, :, None]  # padding of a block has no document
     scores = jnp.where(seen[:, None, None], scores, -jnp.inf)
     diagonal = [
         jnp.einsum("BQKGd,BQKd->BKGQ", q, k, preferred_element_type=jnp.float32) * scale for k, _ in own

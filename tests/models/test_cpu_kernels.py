@@ -1,6 +1,7 @@
 """The CPU kernels: right for any shape and dtype, and the bits of a row its own affair."""
 
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ from jax import lax
 
 from eagle_jax.models import cpu, rope
 from eagle_jax.models.attention import attend
-from eagle_jax.models.cpu import MAX_ROWS
+from eagle_jax.models.cpu import MAX_ROWS, pages
 from eagle_jax.models.cpu.attention import attention
 from eagle_jax.models.cpu.embedding import embedding
 from eagle_jax.models.cpu.matmul import matmul, matmul_many
@@ -344,6 +345,29 @@ def test_embeddings_are_rows_of_the_table(kernel, dtype):
     table = np.random.default_rng(0).standard_normal((11, 37)).astype(jnp.dtype(dtype))
     tokens = np.asarray([3, 0, 10, 3, -1, 11], np.int32)
     np.testing.assert_array_equal(bits(embedding(table, tokens)), bits(table[[3, 0, 10, 3, 0, 10]]))
+
+
+@pytest.mark.parametrize("refusals", [0, 1])
+def test_large_pages_are_asked_for_around_an_array_or_within_it(monkeypatch, refusals):
+    asked, page = [], 2 << 20
+
+    def madvise(begin, size, advice):
+        asked.append((begin, size, advice))
+        return -(advice == 25 and sum(a == 25 for *_, a in asked) <= refusals)
+
+    monkeypatch.setattr(pages.sys, "platform", "linux")
+    monkeypatch.setattr(pages.ctypes, "CDLL", lambda *_, **__: SimpleNamespace(madvise=madvise))
+    array = jnp.zeros((3000, 1000))
+    begin = array.unsafe_buffer_pointer()
+    end = begin + array.nbytes
+    use_large_pages([jnp.zeros(8), array])
+    assert [advice for *_, advice in asked] == [14, 25] * (1 + refusals)
+    assert all(place % page == size % page == 0 for place, size, _ in asked)
+    outer, inner = asked[0], asked[-1]
+    assert outer[0] <= begin
+    assert end <= outer[0] + outer[1] < end + page
+    if refusals:
+        assert begin <= inner[0] < inner[0] + inner[1] <= end
 
 
 def test_large_pages_change_no_value():

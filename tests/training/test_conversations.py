@@ -126,6 +126,20 @@ def test_layouts_of_records():
     assert parse_record(mixed, "", Report()).messages == ours.messages
 
 
+def test_half_characters_are_replaced():
+    record = json.loads(json.dumps(chat("a \ud83d b", "\ud83d\ude42 c")))
+    assert [m["content"] for m in parse_record(record, "", Report()).messages] == ["a \ufffd b", "🙂 c"]
+    assert supervised(record) == [["🙂 c<|im_end|>"]]
+
+
+def test_what_was_asked_does_not_depend_on_answers():
+    first, second, third = (
+        parse_record(chat("a", b, c), "", Report()) for b, c in (("x", "q"), ("y", "q"), ("x", "r"))
+    )
+    assert first.asked == second.asked != third.asked
+    assert first.fingerprint != second.fingerprint
+
+
 def test_what_holds_nothing_is_counted():
     report = Report()
     for record in (

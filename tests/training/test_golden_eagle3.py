@@ -54,8 +54,11 @@ def run(case):
             supervised(mask, segments, LENGTH, OBJECTIVE),
             OBJECTIVE,
         )
-        rows = jnp.full((LENGTH,), float(tokens.size))
-        return total(sums, rows, OBJECTIVE), (sums, outputs, [module.logits(x) for x in outputs])
+        return total(sums, sums.rows, float(tokens.size), OBJECTIVE), (
+            sums,
+            outputs,
+            [module.logits(x) for x in outputs],
+        )
 
     trained = {name: value for name, value in params.items() if name != "d2t"}
     (value, aux), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(trained)

@@ -73,7 +73,7 @@ def test_chunks_change_neither_losses_nor_gradients(kind, monkeypatch):
     def run():
         def loss(outputs, weight):
             sums = distillation(**inputs | dict(outputs=outputs, draft_weight=weight), objective=objective)
-            return total(sums, sums.rows, objective), sums
+            return total(sums, sums.rows, B * T, objective), sums
 
         grad = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))
         return grad(inputs["outputs"], inputs["draft_weight"])
@@ -178,11 +178,19 @@ def test_sums_of_parts_are_the_sum_of_the_whole():
         np.testing.assert_allclose(a, b, rtol=1e-6)
 
 
+def test_what_losses_are_means_over():
+    sums = distillation(**case(), objective=Objective())
+    weights = 0.8 ** np.arange(N)
+    for denominator, rows in (("supervised", sums.rows), ("all", B * T)):
+        value = total(sums, sums.rows, B * T, Objective(denominator=denominator))
+        np.testing.assert_allclose(value, np.sum(weights * sums.loss / rows), rtol=1e-6)
+
+
 def test_nothing_to_learn_gives_zero():
     inputs = case()
     inputs["counts"] = jnp.zeros_like(inputs["counts"])
     value, grads = jax.value_and_grad(
-        lambda w: (lambda s: total(s, s.rows, Objective()))(
+        lambda w: (lambda s: total(s, s.rows, B * T, Objective()))(
             distillation(**inputs | dict(draft_weight=w), objective=Objective())
         )
     )(inputs["draft_weight"])

@@ -9,7 +9,7 @@ import pytest
 
 from eagle_jax import SamplingParams
 from eagle_jax.prepare import main
-from eagle_jax.training.conversations import Conversation, DataError
+from eagle_jax.training.conversations import Conversation, DataError, Report
 from eagle_jax.training.dataset import MANIFEST, DatasetWriter, open_dataset
 from eagle_jax.training.masks import Sample
 from eagle_jax.training.regenerate import Regeneration
@@ -139,9 +139,11 @@ class Parrot:
 
     max_model_len: int = 100
     calls: int = 0
+    options: dict | None = None
     fail_after: int = 10**9
 
-    def apply_chat_template(self, messages):
+    def apply_chat_template(self, messages, **options):
+        self.options = options
         return list("/".join(m["content"] for m in messages).encode())
 
     def generate(self, prompts, params):
@@ -176,10 +178,18 @@ CONVERSATIONS = [
 ]
 
 
-def regenerate(path, llm=None, facts=None, wave=2):
+def regenerate(path, llm=None, facts=None, wave=2, report=None, **options):
     facts = facts or {"model": "parrot"}
-    run = Regeneration(llm or Parrot(), SamplingParams(max_new_tokens=50, seed=7), wave, facts=facts)
-    return list(run.run(iter(CONVERSATIONS), path))
+    params = SamplingParams(max_new_tokens=50, seed=7)
+    run = Regeneration(llm or Parrot(), params, wave, template_options=options, facts=facts)
+    return list(run.run(iter(CONVERSATIONS), path, report or Report()))
+
+
+def test_templates_get_their_options_and_what_does_not_fit_is_counted(tmp_path):
+    llm, report = Parrot(), Report()
+    regenerate(tmp_path / "a", llm, report=report, enable_thinking=False)
+    assert llm.options == {"enable_thinking": False}
+    assert report.skipped == {"question does not fit --max-length": 1}
 
 
 def test_answers_are_the_models_turn_by_turn(tmp_path):

@@ -11,7 +11,6 @@ from jaxtyping import Array, Bool, Float, Int
 
 from eagle_jax.models.attention.xla import prefix_xla
 from eagle_jax.models.cpu.attention import attention as cpu_attention
-from eagle_jax.models.cpu.emit import KINDS
 from eagle_jax.models.kernels import cpu_kernels
 
 
@@ -45,7 +44,7 @@ def attend(
         first_visible = positions - window + 1
         if key_positions is not None:
             mask = mask & (key_positions[:, None, :] > positions[:, :, None] - window)
-    if cpu_kernels(B * T) and q.dtype.name in KINDS:
+    if cpu_kernels(q.dtype, B * T):
         first = jnp.zeros((B, T), jnp.int32) if first_visible is None else first_visible
         return cpu_attention(q, keys, values, mask, cache_keys, cache_values, lengths, first)
 

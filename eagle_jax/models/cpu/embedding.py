@@ -6,19 +6,9 @@ import jax
 from jaxtyping import Array, Float, Int
 
 from eagle_jax.models.cpu.emit import KINDS, Emit, instruction, words
-from eagle_jax.models.cpu.ffi import (
-    CHUNKS,
-    HELPERS,
-    JOB_OWN,
-    JOB_SCRATCH,
-    compile_handler,
-    frame,
-    int32,
-    memory,
-    register,
-)
+from eagle_jax.models.cpu.ffi import JOB_OWN, compile_rows_handler, frame, int32, register
 
-_TABLE, _TOKENS, _OUT, _M, _V, _BYTES = range(JOB_OWN, JOB_OWN + 6)
+_TABLE, _TOKENS, _OUT, _V, _BYTES = range(JOB_OWN, JOB_OWN + 5)
 
 
 def embedding(table: Float[Array, "V D"], tokens: Int[Array, " M"]) -> Float[Array, "M D"]:
@@ -30,36 +20,29 @@ def embedding(table: Float[Array, "V D"], tokens: Int[Array, " M"]) -> Float[Arr
 
 @functools.cache
 def _handler(kind: str):
-    """The FFI handler; all rows are one chunk."""
+    """The FFI handler for one dtype."""
     from numba import njit
 
     inlined = functools.partial(njit, inline="always")
     width = 4 if kind == "f32" else 2
     word, put, _, _ = words()
-    malloc, _ = memory()
     read = frame()
     arg, ret, data, dim, number = read.arg, read.ret, read.data, read.dim, int32()
     copy = instruction(kind, Emit.copy, 3)
 
     @inlined
-    def begin(call):
-        job = malloc(8 * (JOB_OWN + 6))
+    def describe(call, job):
         put(job, _TABLE, data(arg(call, 0)))
         put(job, _TOKENS, data(arg(call, 1)))
         put(job, _OUT, data(ret(call, 0)))
-        put(job, _M, dim(arg(call, 1), 0))
         put(job, _V, dim(arg(call, 0), 0))
         put(job, _BYTES, dim(arg(call, 0), 1) * width)
-        put(job, CHUNKS, 1)
-        put(job, HELPERS, 0)
-        put(job, JOB_SCRATCH, 0)
-        return job
+        return dim(arg(call, 1), 0), dim(arg(call, 0), 1)
 
     @inlined
-    def run(job, chunk, scratch):
-        size, last = word(job, _BYTES), word(job, _V) - 1
-        for i in range(word(job, _M)):
-            row = min(max(number(word(job, _TOKENS), i), 0), last)
-            copy(word(job, _OUT) + i * size, word(job, _TABLE) + row * size, size)
+    def row(job, i):
+        size = word(job, _BYTES)
+        token = min(max(number(word(job, _TOKENS), i), 0), word(job, _V) - 1)
+        copy(word(job, _OUT) + i * size, word(job, _TABLE) + token * size, size)
 
-    return compile_handler(begin, run)
+    return compile_rows_handler(5, describe, row)

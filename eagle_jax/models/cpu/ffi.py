@@ -32,7 +32,8 @@ _API_ERROR_DESTROY, _API_SCHEDULE, _API_NUM_THREADS = 8, 17, 18
 # thread needs for itself) and those from JOB_OWN on are for `begin` to fill.
 _NEXT, _DONE, _USERS = 0, 8, 9  # next chunk to take, chunks finished, threads that may still look at the job
 _CALL = 10  # six words: argument struct of calls into XLA
-CHUNKS, HELPERS, JOB_SCRATCH, JOB_OWN = 16, 17, 18, 24
+CHUNKS, HELPERS, JOB_SCRATCH, _ROWS, _STEP, JOB_OWN = 16, 17, 18, 19, 20, 24
+_CHUNK_ELEMENTS = 64 * 1024  # taken by a thread at a time, where rows are done one by one
 
 
 def register(name: str, kind: str, handler: Callable[[str], object]) -> str:
@@ -207,3 +208,38 @@ def compile_handler(begin: Callable, run: Callable):
 
     handler.help_out = help_out
     return handler
+
+
+def compile_rows_handler(size: int, describe: Callable, row: Callable):
+    """The FFI handler of an operation on rows, each on its own.
+
+    Args:
+        size: words of the job from JOB_OWN on.
+        describe: (call frame, job), fills these, and returns the number of rows and of elements in one.
+        row: (job, i), does row i.
+    """
+    from numba import njit
+
+    inlined = functools.partial(njit, inline="always")
+    word, put, _, _ = words()
+    malloc, _ = memory()
+
+    @inlined
+    def begin(call):
+        job = malloc(8 * (JOB_OWN + size))
+        rows, elements = describe(call, job)
+        step = max(1, _CHUNK_ELEMENTS // max(elements, 1))
+        put(job, _ROWS, rows)
+        put(job, _STEP, step)
+        put(job, CHUNKS, (rows + step - 1) // step)
+        put(job, HELPERS, (rows + step - 1) // step - 1)
+        put(job, JOB_SCRATCH, 0)
+        return job
+
+    @inlined
+    def run(job, chunk, scratch):
+        step = word(job, _STEP)
+        for i in range(chunk * step, min(chunk * step + step, word(job, _ROWS))):
+            row(job, i)
+
+    return compile_handler(begin, run)
