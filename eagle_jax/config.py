@@ -22,6 +22,7 @@ from eagle_jax.schema import (
     Int,
     NaturalInt,
     PositiveInt,
+    S,
     Section,
     Text,
     describe_keys,
@@ -46,6 +47,7 @@ __all__ = [
     "installed_configs",
     "load_config",
     "parse",
+    "read_config",
     "resolve_model",
 ]
 
@@ -432,21 +434,20 @@ def apply_overrides(data: dict[str, Any], overrides: Sequence[str]) -> dict[str,
     return data
 
 
-def load_config(name_or_path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> InferConfig:
-    """Read an inference config.
+def read_config(
+    schema: type[S], name_or_path: str | os.PathLike[str], overrides: Sequence[str], task: str
+) -> tuple[S, Path]:
+    """A checked config of any schema, and the folder that its relative paths may mean.
 
     Args:
-        name_or_path: a YAML file, or the name of an installed config.
+        schema: what it must hold.
+        name_or_path: a YAML file, or the name of an installed config of `task`.
         overrides: `key=value` settings with dotted keys and YAML values, applied in turn.
-
-    Returns:
-        The checked config. Relative paths of models in it are resolved against the current folder, the
-        config's folder and the installed data, in this order.
 
     Raises:
         ConfigError: one line that names the key, what was given and what is allowed.
     """
-    path = find_config(name_or_path)
+    path = find_config(name_or_path, task)
     data = apply_overrides(_read_yaml(path), overrides)
     overridden = [override.partition("=")[0].strip().split(".") for override in overrides]
 
@@ -456,9 +457,19 @@ def load_config(name_or_path: str | os.PathLike[str], overrides: Sequence[str] =
         touched = any(name[: len(steps)] == steps[: len(name)] for name in overridden)
         return "" if touched else f"{path}: "
 
-    config = parse(InferConfig, data, source=source)
-    update: dict[str, Any] = {"model": resolve_model(config.model, "model", path.resolve().parent)}
+    return parse(schema, data, source=source), path.resolve().parent
+
+
+def load_config(name_or_path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> InferConfig:
+    """Read an inference config; see `read_config`.
+
+    Returns:
+        The checked config. Relative paths of models in it are resolved against the current folder, the
+        config's folder and the installed data, in this order.
+    """
+    config, folder = read_config(InferConfig, name_or_path, overrides, "infer")
+    update: dict[str, Any] = {"model": resolve_model(config.model, "model", folder)}
     if config.speculative is not None:
-        head = resolve_model(config.speculative.model, "speculative.model", path.resolve().parent)
+        head = resolve_model(config.speculative.model, "speculative.model", folder)
         update["speculative"] = config.speculative.model_copy(update={"model": head})
     return config.model_copy(update=update)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from eagle_jax.checkpoints.resolve import load_tokenizer, resolve_checkpoint
 from eagle_jax.config import (
@@ -145,6 +146,29 @@ class LLM:
         llm._setup(config, progress)
         return llm
 
+    @classmethod
+    def of(
+        cls,
+        loaded: LoadedTarget,
+        mesh: Mesh,
+        drafter: Drafter,
+        drafter_params: Any,
+        *,
+        max_model_len: int,
+        batch_size: int,
+        prefill_chunk: int = 512,
+    ) -> LLM:
+        """An LLM from what is loaded already, without a tokenizer: prompts are token ids."""
+        llm = cls.__new__(cls)
+        llm.max_model_len = max_model_len
+        llm.batch_size = batch_size
+        llm.prefill_chunk = prefill_chunk
+        llm.mesh = mesh
+        llm.tokenizer = None
+        llm.loaded = loaded
+        llm._use(drafter, drafter_params)
+        return llm
+
     def _setup(self, config: InferConfig, progress: bool) -> None:
         if config.compilation_cache is not None:
             jax.config.update("jax_compilation_cache_dir", config.compilation_cache)
@@ -197,6 +221,10 @@ class LLM:
         self.params = DecodeParams(self.loaded.params, drafter_params)
         self._generators: dict[int | None, Generator] = {}
         self._warm: set[_Shapes] = set()
+
+    def replace_head(self, drafter_params: Any) -> None:
+        """Goes on with other parameters of the same drafter; nothing is compiled anew."""
+        self.params = DecodeParams(self.loaded.params, drafter_params)
 
     def baseline(self) -> LLM:
         """The same target without speculation; the weights are shared."""

@@ -6,6 +6,7 @@ which of them are kept (all of a prefill chunk, the accepted path of a tree) com
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -19,7 +20,7 @@ from eagle_jax.caches.contiguous import ContiguousCache
 from eagle_jax.models.attention import OverCache
 from eagle_jax.models.config import ModelConfig
 from eagle_jax.models.functional import Functional, Params
-from eagle_jax.models.layers import DecoderLayer, Embedding, Linear, RMSNorm, Rows
+from eagle_jax.models.layers import Attend, DecoderLayer, Embedding, Linear, RMSNorm, Rows
 from eagle_jax.models.matmul import matmul
 from eagle_jax.models.rope import rotary
 
@@ -72,6 +73,27 @@ class Decoder(nnx.Module):
         Args:
             mask: which of the T tokens each of them sees (itself included): causal for a chunk, ancestors for
                 a tree.
+            taps: see `run`.
+            prompt_lengths: see `rope.rotary`; for rope type `dynamic` only.
+        """
+
+        def over_cache(layer: int, window: int | None) -> Attend:
+            return OverCache(cache.layer(layer), lengths, mask, positions, window)
+
+        return self.run(tokens, positions, over_cache, taps, prompt_lengths)
+
+    def run(
+        self,
+        tokens: Int[Array, "B T"],
+        positions: Int[Array, "B T"],
+        attend: Callable[[int, int | None], Attend],
+        taps: tuple[int, ...] = (),
+        prompt_lengths: Int[Array, " B"] | None = None,
+    ) -> TargetOutput:
+        """Runs T tokens, wherever their attention goes.
+
+        Args:
+            attend: from a layer's index and sliding window to what its queries attend to.
             taps: hidden states to return, in boundary numbering: i is the residual stream before layer i, L
                 the one after the last layer, `FINAL_HIDDEN` the normed one.
             prompt_lengths: see `rope.rotary`; for rope type `dynamic` only.
@@ -83,8 +105,7 @@ class Decoder(nnx.Module):
         for index, layer in enumerate(self.layers):
             if index in taps:
                 captured[index] = x
-            over = OverCache(cache.layer(index), lengths, mask, positions, config.windows[index])
-            x, layer_rows = layer(x, angles, over)
+            x, layer_rows = layer(x, angles, attend(index, config.windows[index]))
             rows.append(layer_rows)
         captured[config.num_layers] = x
         hidden = captured[FINAL_HIDDEN] = self.norm(x)

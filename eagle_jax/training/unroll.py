@@ -79,11 +79,13 @@ class OverSteps:
         segments: documents do not see each other.
         first: keys and values of step 0; None in step 0 itself.
         later: those of the later steps before this one.
+        window: slots that a query sees at most, its own included; None: all.
     """
 
     segments: Int[Array, "B T"]
-    first: Rows | None
-    later: tuple[Rows, ...]
+    first: Rows | None = None
+    later: tuple[Rows, ...] = ()
+    window: int | None = None
 
     def __call__(
         self, q: Float[Array, "B T H d"], keys: Float[Array, "B T K d"], values: Float[Array, "B T K d"]
@@ -108,7 +110,7 @@ class OverSteps:
             split(self.segments),
             [(split(k), split(v)) for k, v in own],
         )
-        block = partial(_attend_block, causal_keys, causal_values, self.segments)
+        block = partial(_attend_block, causal_keys, causal_values, self.segments, self.window)
         if blocks == 1:
             out = block(jax.tree.map(lambda x: x[0], queries))[None]
         else:
@@ -117,12 +119,14 @@ class OverSteps:
         return out[:, :T]
 
 
-def _attend_block(keys, values, segments, queries):
+def _attend_block(keys, values, segments, window, queries):
     """Scores in float32. Padding attends to slot 0, and is cut off again."""
     q, index, segment, own = queries
     scale = 1.0 / math.sqrt(q.shape[-1])
     scores = jnp.einsum("BQKGd,BSKd->BKGQS", q, keys, preferred_element_type=jnp.float32) * scale
     seen = (jnp.arange(keys.shape[1]) <= index[:, :, None]) & (segments[:, None, :] == segment[:, :, None])
+    if window is not None:
+        seen &= jnp.arange(keys.shape[1]) > index[:, :, None] - window
     seen |= jnp.arange(keys.shape[1]) == index[:, :, None]  # padding of a block has no document
     scores = jnp.where(seen[:, None, None], scores, -jnp.inf)
     diagonal = [
@@ -160,4 +164,4 @@ def teacher_forced(
     """
     shifted, table = shift_left(tokens, 1), head.embed_tokens
     vectors = table(shifted) if table is not None else jnp.take(embeddings, shifted, axis=0, mode="clip")
-    return head(vectors, features, positions, OverSteps(segments, None, ()))[0]
+    return head(vectors, features, positions, OverSteps(segments))[0]
